@@ -42,6 +42,9 @@ memcheck_cases=(
     "tests/kernels/triton/test_latent.py::test_stored_bytes_equal_the_codecs[tq4-512-64-16]"
     "tests/kernels/triton/test_latent.py::test_gathered_rows_equal_the_pages[96-32-isoquant3-16]"
     "tests/kernels/triton/test_latent.py::test_decodes_equal_the_reference[turboquant25-96-32-3-16-3-drafts]"
+    "tests/kernels/triton/test_latent_rows.py::test_stored_bytes_equal_the_codecs[turboquant25-16]"
+    "tests/kernels/triton/test_latent_rows.py::test_gathered_rows_equal_the_pages[tq3-8]"
+    "tests/kernels/triton/test_latent_rows.py::test_picks_are_split[130]"
     "tests/kernels/cuda/test_cuda_latent.py::test_decode[{'name': 'turboquant25', 'heads': 4, 'seq_lens': (200, 70, 0, 5), 'query_lens': (3, 0, 1, 2), 'block_size': 16}]"
     "tests/kernels/test_merge_lse.py::test_lse[{'seq_lens': (0, 37, 1700), 'kernel': 'cuda', 'splits': Grid(warps=2, blocks=3, is_final=True)}]"
 )

@@ -36,6 +36,7 @@ class Connector(NamedTuple):
     options: dict = {}  # noqa: RUF012 (nobody changes it)
 
 
+V32 = "DeepseekV32ForCausalLM"
 REFUSED = [
     (Facts(platform="rocm"), "this platform: rocm, and"),
     (Facts(capability=(7, 5)), "this GPU: compute capability 7.5, and"),
@@ -49,6 +50,34 @@ REFUSED = [
     ),
     (Facts(has_latent_sinks=True), "latent attention (MLA) with attention sinks: the model, whose"),
     (Facts(is_sparse=True), "sparse attention: the model, whose"),
+    (
+        Facts(is_sparse=True, architecture=V32, latent_rank=256, rope_size=64),
+        "sparse attention over latents of this size: 256 channels and 64 of RoPE, and kernels need 512 and 64; use",
+    ),
+    (
+        Facts(is_sparse=True, architecture=V32, version_without_rows="0.32.0"),
+        "sparse attention with this vLLM: 0.32.0, whose layers write their cache themselves; ",
+    ),
+    (
+        Facts(is_sparse=True, architecture=V32, platform="cuda", capability=(8, 9)),
+        "sparse attention on this GPU: compute capability 8.9, and vLLM's FlashMLA needs 9.0 or 10.x; use",
+    ),
+    (
+        Facts(is_sparse=True, architecture=V32, pcp=2),
+        "sparse attention with --prefill-context-parallel-size: 2 ranks, ",
+    ),
+    (
+        Facts(is_sparse=True, architecture=V32, has_host_cache=True),
+        "sparse attention with a cache on the host: hisparse_config, whose rows",
+    ),
+    (
+        Facts(is_sparse=True, architecture=V32, connector="NixlConnector"),
+        "sparse attention with a KV connector: NixlConnector, which was not tried",
+    ),
+    (
+        Facts(is_sparse=True, architecture=V32, dcp=2),
+        "--decode-context-parallel-size with sparse attention: 2 ranks, and picks are of all ranks' tokens; use",
+    ),
     (
         Facts(layer="layers.0", latent_layer="MLA"),
         "latent attention (MLA) in layers of their own kind: layers.0 is a MLA, which writes",
@@ -181,6 +210,7 @@ SERVED = Facts(
     skipped_dtype="tq4", page=(1500, 1000), shares_cache=True, dcp=1, dcp_backend="ag_rs", dcp_run=1,
     has_own_queries=True, has_mean_blocks=True, has_several_kinds=True, has_states=True, has_chunks=True,
     sliding_window=128, pipeline=2, has_other_dtypes=True, has_draft_cache=True, has_one_cache_manager=True,
+    version_without_rows="0.32.0", pcp=2, has_host_cache=True,
     version_without_latents="0.31.0", has_lora=True, groups_stay=True, is_draft=True, packs_draft=True, is_causal=True,
     auto_cache="fp8", states_fit=False, latent_rank=512, rope_size=64, latent_size=576, built_latent_size=576,
 )  # fmt: skip
@@ -199,6 +229,7 @@ def test_what_is_unknown_or_served_is_not_refused() -> None:
 
 
 NO_WINDOW = [
+    (Facts(is_sparse=True), "sparse attention (its layers read picked tokens"),
     (Facts(is_mla=True, has_draft_cache=True, speculative_method="eagle"), "latent attention (MLA) with other pages"),
     (Facts(dcp=2), "decode context parallelism (it distributes"),
     (Facts(has_one_cache_manager=True), "--disable-hybrid-kv-cache-manager (some KV"),

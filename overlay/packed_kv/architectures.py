@@ -13,8 +13,10 @@ OWN_BACKENDS = (
     "VoxtralRealtime",
 )  # fmt: skip
 """Architectures whose layers choose an attention backend themselves, or write and read their pages themselves."""
-SPARSE = ("DeepseekV32", "Glm5Next", "GlmMoeDsa")
+SPARSE = ("Glm5Next",)
 """Architectures whose layers read only some tokens of the cache, whatever their configs say."""
+SPARSE_LATENTS = ("DeepseekV32", "GlmMoeDsa")
+"""Architectures, drafts among them, whose layers read picked latents by the class that packed pages serve."""
 BOTH_WAYS = ("HrmText",)
 """Architectures whose prompts are read in both directions (prefix LM)."""
 LATENT_SINKS = ("HYV4",)

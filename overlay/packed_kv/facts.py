@@ -34,7 +34,9 @@ class Facts:
         is_draft: these are facts of the draft and its layers; `packs_draft`: a draft's layers have a packed dtype, too.
         has_several_kinds: the model's layers differ in what they attend to, as sliding and full ones.
         backend_reasons: what vLLM says against the backend.
-        version_without_latents: version of a vLLM whose latent attention has not what packed pages need.
+        version_without_latents: version of a vLLM whose latent attention has not what packed pages need;
+        version_without_rows: the same of sparse attention over latents, on CUDA.
+        pcp: `--prefill-context-parallel-size`. has_host_cache: `hisparse_config` of `--attention-config`.
         has_lora: `--enable-lora`.
         groups_stay: a spec can keep its cache group from KV connectors.
         states_fit: blocks beside state layers are sized by latents as they are stored.
@@ -80,6 +82,9 @@ class Facts:
     packs_draft: bool | None = None
     has_one_cache_manager: bool | None = None
     version_without_latents: str | None = None
+    version_without_rows: str | None = None
+    pcp: int | None = None
+    has_host_cache: bool | None = None
     has_lora: bool | None = None
     groups_stay: bool | None = None
     states_fit: bool | None = None

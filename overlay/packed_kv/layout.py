@@ -50,6 +50,16 @@ order:
 
     micro-block:       | latent codes | latent scales | RoPE codes | RoPE scales |
 
+Layers of sparse attention read single tokens, so their pages have latent rows, each token's bytes in one run. Two
+neighbouring groups stand where a micro-block has two tokens: a row of 2 n groups is what one row g of a micro-block
+of n groups holds, lanes t = d2 d1, with bit 0 of a group's number in the place of n3 (and so bit 1 as the parity of
+sign words). At 4 bits the words of a row are those of a token in a micro-block; at 3 and 2 bits a word has two groups
+of one token instead of one group of two tokens. Chunks lie as [4 lanes][words of the chunk], scales in order:
+
+    latent row:        | latent codes | latent scales | RoPE channels [| RoPE scales] | padding to 16 bytes |
+
+Padding is neither written nor read. Groups of 2 bits come in pairs, of 3 bits in fours.
+
 Beside the pages, the ring of a request's recent tokens (`codecs/ring.py`): a byte a channel, and a token of a head in
 one run of bytes, as rings begin and end anywhere. Padded to a multiple of 8 bytes:
 
@@ -204,6 +214,60 @@ def latent_layout(fmt: Format, rank: int, rope_dim: int, rope_bits: int = ROPE_B
         end = planes[-1].offset + planes[-1].bytes
         planes.append(Plane(ROPE_SCALES, 0, "key", 8, len(rope.group_bits), end))
     return PageLayout(page.vector, tuple(planes), rope)
+
+
+ROW_ALIGNMENT = 16
+"""Bytes; rows begin at multiples of it."""
+ROW_TOKENS = MICRO_BLOCK // 2
+"""Tokens whose rows fill a micro-block of half as many groups."""
+ROW_LANES = LANES // ROW_TOKENS
+"""Lanes that have a token's words."""
+
+
+@dataclass(frozen=True)
+class RowLayout:
+    """Layout of latent rows. `page`: of the micro-block of half as many groups whose rows g are theirs."""
+
+    page: PageLayout
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a token."""
+        return -(-self.page.micro_block_bytes // (ROW_TOKENS * ROW_ALIGNMENT)) * ROW_ALIGNMENT
+
+    def offset(self, content: str) -> int:
+        """Bytes of a row before the content of this name; see `Plane`."""
+        return self.page.plane(0, content).offset // ROW_TOKENS
+
+
+def row_layout(fmt: Format, rank: int, rope_dim: int, rope_bits: int = ROPE_BITS[0]) -> RowLayout:
+    """Layout of the rows of `fmt` for latent vectors of `rank` channels with `rope_dim` channels of RoPE.
+
+    Raises ValueError for sizes that `latent_layout` refuses, and where groups of a width do not fill words.
+    """
+    page = latent_layout(fmt, rank, rope_dim, rope_bits)
+    assert page.rope is not None
+    halves = []
+    for what, group_bits in (("latents", page.vector.group_bits), ("RoPE", page.rope.group_bits)):
+        half = VectorLayout(group_bits[::2])
+        if half.group_bits != group_bits[1::2] or half.half_words:
+            raise ValueError(f"rows need whole words: groups of {what} in pairs, of 3 bits in fours, got {group_bits}")
+        halves.append(half)
+    vector, rope = halves
+    planes: list[Plane] = []
+    for plane in page.planes:
+        elements = plane.elements // 2 if plane.content in ("scales", ROPE_SCALES) else {
+            "words": vector.code_words + vector.sign_words, "half words": 0, ROPE: rope.code_words
+        }[plane.content]  # fmt: skip
+        end = planes[-1].offset + planes[-1].bytes if planes else 0
+        planes.append(plane._replace(elements=elements, offset=end))
+    return RowLayout(PageLayout(vector, tuple(planes), rope))
+
+
+def latent_slot_bytes(fmt: Format, rank: int, rope_dim: int, rope_bits: int = ROPE_BITS[0], *, rows: bool) -> int:
+    """Bytes of a token in pages of latents: of micro-blocks, or of `rows`, which are padded."""
+    alignment = ROW_ALIGNMENT if rows else 1
+    return -(-fmt.latent_bytes(rank, rope_dim, rope_bits) // alignment) * alignment
 
 
 class RingLayout(NamedTuple):

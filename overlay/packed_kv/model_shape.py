@@ -12,11 +12,15 @@ from typing import Any
 
 from .formats import FORMATS, ROPE_BITS
 from .json_file import printable, shown
-from .layout import ring_slot_bytes
+from .layout import latent_slot_bytes, ring_slot_bytes
 
 Config = dict[str, Any]
 
 DENSE, FP8 = "bf16", "fp8"
+FP8_SPARSE_BYTES = 656
+"""Bytes of a token in vLLM's `fp8_ds_mla`, which is fp8 of sparse attention over latents."""
+INDEX_GROUP = 128
+"""Channels of an index key that share a scale of fp32."""
 MAX_PADDING = 1.5
 """Largest ratio of a packed page's bytes to its content. Layers with pages of several sizes share a pool, and vLLM pads
 the smaller pages; beside a skipped layer in bf16 a packed page would take 3.8 times its content or more."""
@@ -74,6 +78,7 @@ class Layer:
 
     `value_size`: channels of a head of V, 0: as many as K's. `rope_size`: RoPE channels beside one latent vector of
     `head_size` channels, which is K and V at once; 0: K and V are apart. `rope_bits`: of RoPE in packed pages.
+    `is_sparse`: it reads picked tokens of latents; `index_bytes`: of a token's index key beside them.
     `window`: tokens of a sliding layer's window or of a chunk. `state_bytes`: of a state layer, for one rank, and
     `states` of them a request. `is_shared`: it reads the pages of a layer before it and has none. `is_repeat`: a
     layer before it runs again, with its weights and a cache of its own.
@@ -91,6 +96,8 @@ class Layer:
     value_size: int = 0
     rope_size: int = 0
     rope_bits: int = ROPE_BITS[0]
+    is_sparse: bool = False
+    index_bytes: int = 0
 
     @property
     def channels(self) -> int:
@@ -118,6 +125,10 @@ class Model:
     @property
     def has_latents(self) -> bool:
         return any(layer.rope_size for layer in self.layers)
+
+    @property
+    def picks_tokens(self) -> bool:
+        return any(layer.is_sparse for layer in self.layers)
 
     @property
     def rope_bits(self) -> int | None:
@@ -196,6 +207,24 @@ def reads_latents(text: Config) -> bool:
     return whole(text, "kv_lora_rank") > 0 and word(text, "model_type") not in EXPANDED_LATENTS
 
 
+def picks_tokens(text: Config) -> bool:
+    """True if layers of latent attention read picked tokens (DeepSeek V3.2, GLM-5)."""
+    return reads_latents(text) and text.get("index_topk") is not None
+
+
+def index_bytes(text: Config, number: int) -> int:
+    """Bytes of a token's index key in a layer; 0 where it takes another layer's picks. As vLLM's
+    `models/deepseek_v32/attention.py`. Raises BadInput."""
+    pattern, every = text.get("index_topk_pattern"), whole(text, "index_topk_freq", default=1)
+    if isinstance(pattern, str | list):
+        takes_picks = number < len(pattern) and pattern[number] == "S"
+    else:
+        behind = max(number - whole(text, "index_skip_topk_offset", default=2) + 1, 0)
+        takes_picks = behind % max(every, 1) != 0
+    channels = whole(text, "index_head_dim", default=INDEX_GROUP)
+    return 0 if takes_picks else channels + channels // INDEX_GROUP * 4
+
+
 def parse(config: Config, name: str, ranks: int = 1, recurrent_dtype: str | None = None) -> Model:
     """The model of a config, split over `ranks`. Raises BadInput for a config that describes no decoder.
 
@@ -257,7 +286,10 @@ def _layers(text: Config, name: str, ranks: int, recurrent_dtype: str | None) ->
             if latents:  # one vector on every rank
                 expanded_size(text)  # a bad field is named before anything reads it
                 rank, rope_size = whole(text, "kv_lora_rank"), whole(text, "qk_rope_head_dim")
-                yield replace(layer, kv_heads=1, head_size=rank, rope_size=rope_size)
+                layer = replace(layer, kv_heads=1, head_size=rank, rope_size=rope_size)
+                if picks_tokens(text):
+                    layer = replace(layer, is_sparse=True, index_bytes=index_bytes(text, index))
+                yield layer
                 continue
             config = layer_config(text, index)
             heads, size, value_size = _heads(config, kind)
@@ -418,7 +450,10 @@ def _kinds(text: Config) -> list[tuple[str, ...]]:
 def slot_bytes(dtype: str, layer: Layer, dtype_bytes: int = 2) -> int:
     """Bytes of K and V of one token and KV head. `dtype_bytes`: of a number in `DENSE`, the model's own dtype."""
     if dtype in FORMATS and layer.rope_size:
-        return FORMATS[dtype].latent_bytes(layer.head_size, layer.rope_size, layer.rope_bits)
+        sizes = layer.head_size, layer.rope_size, layer.rope_bits
+        return latent_slot_bytes(FORMATS[dtype], *sizes, rows=layer.is_sparse)
+    if dtype == FP8 and layer.is_sparse:
+        return FP8_SPARSE_BYTES
     if dtype in FORMATS:
         return FORMATS[dtype].slot_bytes(layer.head_size)
     return layer.channels * (1 if dtype == FP8 else dtype_bytes)
@@ -434,7 +469,7 @@ def recent_slot_bytes(layer: Layer) -> int:
 def bytes_per_token(layers: Iterable[tuple[Layer, str]], dtype_bytes: int = 2) -> int:
     """KV bytes of a token on one rank: the sum over (layer, dtype). Layers without pages of their own count nothing."""
     return sum(
-        layer.kv_heads * slot_bytes(dtype, layer, dtype_bytes)
+        layer.kv_heads * slot_bytes(dtype, layer, dtype_bytes) + layer.index_bytes
         for layer, dtype in layers
         if layer.kind != "state" and not layer.is_shared
     )

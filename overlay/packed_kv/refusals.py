@@ -28,6 +28,7 @@ from .architectures import (
     OWN_DRAFTS,
     OWN_LATENTS,
     SPARSE,
+    SPARSE_LATENTS,
     TRIED,
 )
 from .cache_scheme import asked_cache
@@ -52,6 +53,13 @@ AUTO = f"use {AUTO_OPTION} for this model"
 DRAFT_AUTO = 'add "kv_cache_dtype": "auto" to --speculative-config'
 """Remedy for a draft that packed pages cannot serve: the model keeps its dtype."""
 LEAST_CAPABILITY = (8, 0)
+SPARSE_SIZES = (512, 64)
+"""Channels of latents and of their RoPE that sparse attention has: those of FlashMLA's kernel."""
+SPARSE_CAPABILITIES = (9, 10)
+"""Major compute capabilities of FlashMLA's kernel."""
+OLDER_ROWS = r"0\.([0-9]|[12][0-9]|3[0-2])\."
+"""Beginning of a vLLM's version whose layers of sparse attention, on CUDA, write plain rows alone."""
+CPU_VERSION = "+cpu"
 OLDER_LATENTS = r"0\.([0-9]|[12][0-9]|3[01])\."
 """Beginning of a vLLM's version whose latent attention packed pages do not serve."""
 
@@ -248,9 +256,31 @@ RULES: tuple[Rule, ...] = (
          and f"{_model(f)}, whose sinks vLLM would leave out",
          is_of_model=True),
     Rule("sparse attention", "`index_topk`, `architectures`; vLLM's `use_sparse`",
-         lambda f: (f.is_sparse or _is_named(f, SPARSE))
+         lambda f: (f.is_sparse or _is_named(f, SPARSE)) and not _is_named(f, SPARSE_LATENTS)
          and f"{_model(f)}, whose layers read only some tokens of the cache",
          is_of_model=True),
+    Rule("sparse attention over latents of this size", "`kv_lora_rank`, `qk_rope_head_dim`",
+         lambda f: f.is_sparse and (f.latent_rank or SPARSE_SIZES[0], f.rope_size or SPARSE_SIZES[1]) != SPARSE_SIZES
+         and f"{f.latent_rank} channels and {f.rope_size} of RoPE, and kernels need {SPARSE_SIZES[0]} and "
+         f"{SPARSE_SIZES[1]}",
+         is_of_model=True),
+    Rule("sparse attention with this vLLM", "its version and patches",
+         lambda f: f.is_sparse and f.version_without_rows
+         and f"{f.version_without_rows}, whose layers write their cache themselves; 0.33.0 with this package's patches "
+         "can", "upgrade vLLM, run packed-kv-patch revert and apply, or use --kv-cache-dtype auto"),
+    Rule("sparse attention on this GPU", "its compute capability",
+         lambda f: f.is_sparse and f.platform == "cuda" and f.capability is not None
+         and f.capability[0] not in SPARSE_CAPABILITIES
+         and "compute capability {}.{}, and vLLM's FlashMLA needs 9.0 or 10.x".format(*f.capability)),
+    Rule("sparse attention with --prefill-context-parallel-size", "the option",
+         lambda f: f.is_sparse and (f.pcp or 1) > 1 and f"{f.pcp} ranks, whose tokens are gathered as plain rows",
+         "use --prefill-context-parallel-size 1"),
+    Rule("sparse attention with a cache on the host", "`hisparse_config` of `--attention-config`",
+         lambda f: f.is_sparse and f.has_host_cache and "hisparse_config, whose rows are those of plain dtypes",
+         "leave out hisparse_config"),
+    Rule("sparse attention with a KV connector", "`--kv-transfer-config`",
+         lambda f: f.is_sparse and f.connector and f"{f.connector}, which was not tried with latent rows beside index "
+         "keys", "leave out --kv-transfer-config"),
     Rule("latent attention (MLA) in layers of their own kind", "`architectures`; a layer's class",
          lambda f: (f.latent_layer and f"{f.layer} is a {f.latent_layer}, which writes its cache itself")
          or (_is_named(f, OWN_LATENTS) and f"{f.architecture}, whose layers write their cache themselves"),
@@ -341,6 +371,7 @@ RULES: tuple[Rule, ...] = (
     _dcp("drafts", lambda f: f.speculative_method, "`--speculative-config`",
          "drafts need a causal mask over the tokens of several ranks"),
     _dcp("a KV connector", lambda f: f.connector, "`--kv-transfer-config`"),
+    _dcp("sparse attention", lambda f: f.is_sparse, "the model", "picks are of all ranks' tokens"),
     _dcp("state layers", lambda f: f.has_states, "the model", "each rank has a state whole"),
     _dcp("chunked attention", lambda f: f.has_chunks, "the model", "its layers see a request as one of each chunk"),
     _dcp("a sliding window", lambda f: f.sliding_window, "a layer"),
@@ -363,6 +394,8 @@ RULES: tuple[Rule, ...] = (
 )  # fmt: skip
 
 WINDOW_RULES: tuple[Rule, ...] = (
+    Rule("sparse attention", "the model",
+         lambda f: f.is_sparse and "its layers read picked tokens, which may be recent ones or not"),
     Rule("latent attention (MLA) with other pages", "the draft's dtype and its layers",
          lambda f: f.is_mla and (f.has_other_dtypes or (f.has_draft_cache and f.speculative_method != "mtp"))
          and "vLLM cannot pad pages of latents to one size"),
@@ -423,6 +456,8 @@ def refusals_of_model(config: Config, model: Model | None = None, vllm: str = ""
     facts = facts_of_config(config)
     if re.match(OLDER_LATENTS, vllm):
         facts = replace(facts, version_without_latents=vllm)
+    if re.match(OLDER_ROWS, vllm) and not vllm.endswith(CPU_VERSION):
+        facts = replace(facts, version_without_rows=vllm)
     found = refusals_of(facts)
     for layer in model.attention if model else ():
         value_size = layer.value_size or layer.head_size

@@ -41,6 +41,14 @@ def version_without_latents() -> str:
     return "" if all(hasattr(mla_attention, name) for name in needed) else vllm.__version__
 
 
+def version_without_rows() -> str:
+    """vLLM's version if its layers of sparse attention over latents, those of CUDA, do not let an implementation write
+    the cache, as 0.32 and patches of older packages of ours; else ""."""
+    from vllm.models.deepseek_v32.attention import DeepseekV32Attention
+
+    return "" if hasattr(DeepseekV32Attention, "hands_over_latents") else vllm.__version__
+
+
 def groups_stay() -> bool:
     """True if a spec can keep its cache group from KV connectors: a patch that older packages of ours lack."""
     return "__post_init__" in vars(cache_interface.KVCacheGroupSpec)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from compiling import EXACT_FMAS, Case, check_look_ups, compile_kernels
 from packed_kv.formats import FORMATS, Format
-from packed_kv.kernels.kernel_layout import kernel_layout, rope_layout
-from packed_kv.kernels.triton import latent_decode, latent_gather, latent_ring
+from packed_kv.kernels.kernel_layout import kernel_layout, latent_row_layout, rope_layout
+from packed_kv.kernels.triton import latent_decode, latent_gather, latent_ring, latent_rows
 from packed_kv.kernels.triton.latent_store import ROPE_CHANNELS, parts_of
 from packed_kv.kernels.triton.store import rows_of
-from packed_kv.layout import latent_layout, ring_layout
+from packed_kv.layout import latent_layout, ring_layout, row_layout
 
 RANK, ROPE_DIM = 512, 64
 SPILLED_BYTES = 160
@@ -66,7 +68,7 @@ def store_case(fmt: Format, arch: int, rope_bits: int) -> Case:
         constants=dict(
             HAS_PAGES=True, RING_BLOCK=4, TRANSFORMED=True, ORDERED=True, ROTATION=fmt.rotation, BLOCK_SIZE=16,
             RANK=RANK, ROWS=rows_of(sizes(fmt)["LAYOUT"]), ROPE_CHANNELS=ROPE_CHANNELS,
-            PARTS=parts_of(sizes(fmt)["LAYOUT"]), **sizes(fmt, rope_bits),
+            PARTS=parts_of(sizes(fmt)["LAYOUT"]), ROW=None, **sizes(fmt, rope_bits),
         ),
         options=dict(num_warps=1, enable_fp_fusion=False),
         unaligned=("tokens", "split", "slots_ptr", "ring_tokens", "ring_slots_ptr"),
@@ -98,6 +100,63 @@ def test_store_and_gather_stay_in_registers(arch: int, rope_bits: int) -> None:
     stored, gathered = compile_kernels([store, gather])
     assert not stored.spills and not gathered.spills
     assert "fma" not in stored.ptx and stored.count("FFMA") == 0  # bytes are the codec's
+
+
+@pytest.mark.parametrize(
+    ("name", "arch", "rope_bits"), [("tq4", 80, 16), ("tq4", 90, 16), ("tq3", 90, 8), ("turboquant25", 90, 16)]
+)
+def test_rows_stay_in_registers(name: str, arch: int, rope_bits: int) -> None:
+    """Rows are loaded by 16 bytes a lane and stored by 16 bytes, too."""
+    fmt = FORMATS[name]
+    row = latent_row_layout(row_layout(fmt, RANK, ROPE_DIM, rope_bits))
+    store = store_case(fmt, arch, rope_bits)
+    constants = {**store.constants, "RING_BLOCK": 0, "BLOCK_SIZE": 64, "ROPE": row.rope, "ROW": row}
+    numbers = ("count", "table_stride", "columns", "block_stride")
+    gather = Case(
+        kernel="packed_kv.kernels.triton.latent_rows:_gather_rows_kernel",
+        arch=arch,
+        types=dict(
+            rows="*bf16", positions="*i32", block_table="*i32", requests="*i32", cache="*u8",
+            **dict.fromkeys(numbers, "i32"),
+        ),
+        constants=dict(A_REQUEST=2048, BLOCK_SIZE=64, EIGHTS=latent_rows.EIGHTS, ROW=row),
+        options=dict(num_warps=latent_rows.EIGHTS, num_stages=1),
+        unaligned=("positions", "count", "block_table", "requests", "table_stride", "columns"),
+    )  # fmt: skip
+    stored, gathered = compile_kernels([replace(store, constants=constants), gather])
+    print(stored.registers, gathered.registers, gathered.shared_bytes, gathered.count("LDG"), gathered.count("STG"))
+    assert not stored.spills and not gathered.spills
+    assert gathered.count("LDG.E.128") >= 4 and gathered.count("STG.E.128") == gathered.count("STG")
+    assert gathered.shared_bytes <= 99 << 10
+
+
+@pytest.mark.parametrize("arch", [80, 90])
+def test_picks_are_split_and_merged_in_registers(arch: int) -> None:
+    split = Case(
+        kernel="packed_kv.kernels.triton.sparse_picks:_split_picks_kernel",
+        arch=arch,
+        types=dict.fromkeys(
+            ("picks", "first_own", "stored_offset", "own_offset", "stored", "stored_counts", "own", "own_counts"),
+            "*i32",
+        ),
+        constants=dict(PICKS=2048, PADDED=2048),
+        options=dict(num_warps=8),
+        unaligned=("picks", "first_own", "stored_offset", "own_offset"),
+    )
+    merge = Case(
+        kernel="packed_kv.kernels.triton.sparse_picks:_merge_picks_kernel",
+        arch=arch,
+        types=dict(
+            output="*bf16", stored="*bf16", own="*bf16", stored_lse="*fp32", stored_picks="*i32", own_lse="*fp32",
+            own_picks="*i32", lse_stride="i32", picks="i32", inverse_gain="*fp32", constant="*fp32",
+            token_stride="i32",
+        ),
+        constants=dict(HEADS=16, RANK=RANK, HAS_STORED=True, HAS_CONSTANT=True),
+        options=dict(num_warps=2),
+        unaligned=("lse_stride", "picks"),
+    )  # fmt: skip
+    for resources in compile_kernels([split, merge]):
+        assert not resources.spills
 
 
 @pytest.mark.parametrize("arch", [80, 90, 120])

@@ -12,8 +12,10 @@ import pytest
 import torch
 from packed_kv.attention import impl
 from packed_kv.attention.latent import impl as latent_impl
+from packed_kv.attention.latent import sparse_impl
 from packed_kv.channel_calibration import ChannelCalibration
 from packed_kv.codecs.latent import LatentCodec
+from packed_kv.codecs.latent_rows import LatentRowCodec
 from packed_kv.codecs.pages import PagedCodec
 from packed_kv.engine import backend, registration
 from packed_kv.formats import FORMATS, Format
@@ -57,6 +59,23 @@ class ExactLatentCodec(LatentCodec):
         return torch.ones(self.rank)
 
 
+class ExactLatentRowCodec(LatentRowCodec):
+    """The same of latent rows."""
+
+    def __init__(self, fmt: Format, rank: int, rope_dim: int, *_unused: object) -> None:
+        exact = ExactLatentCodec(fmt, rank, rope_dim)
+        super().__init__(FORMATS["tq4"], rank, rope_dim)
+        self.latent, self.slot_bytes = exact.latent, exact.slot_bytes
+
+    write = ExactLatentCodec.write
+
+    def read_slots(self, cache, slots):
+        rows = cache[slots // cache.shape[1], slots % cache.shape[1]].contiguous().view(torch.float32)
+        return rows.split([self.rank, self.rope_dim], dim=-1)
+
+    value_gain = ExactLatentCodec.value_gain
+
+
 class NullCodec:
     """The interface of `PagedCodec` without rotation or quantisation."""
 
@@ -94,6 +113,7 @@ def register_null_format(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     register_format(monkeypatch, NullFormat(name, rotation="none", bits=0))
     monkeypatch.setattr(impl, "PagedCodec", NullCodec)
     monkeypatch.setattr(latent_impl, "LatentCodec", ExactLatentCodec)
+    monkeypatch.setattr(sparse_impl, "LatentRowCodec", ExactLatentRowCodec)
 
 
 def register_format(monkeypatch: pytest.MonkeyPatch, fmt: Format) -> None:

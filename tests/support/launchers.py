@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import torch
 from packed_kv.codecs.latent import LatentCodec
+from packed_kv.codecs.latent_rows import LatentRowCodec
 from packed_kv.codecs.pages import PagedCodec
 from packed_kv.codecs.ring import Ring
 from packed_kv.kernels import power_of_2
@@ -14,6 +15,7 @@ from packed_kv.kernels.triton.decode import DecodeLaunch, DecodeShape
 from packed_kv.kernels.triton.gather import GatherLaunch, UnrotateLaunch
 from packed_kv.kernels.triton.latent_decode import DecodeLatentsLaunch, MergeLatentsLaunch, latent_shape
 from packed_kv.kernels.triton.latent_gather import GatherLatentsLaunch
+from packed_kv.kernels.triton.latent_rows import GatherRowsLaunch
 from packed_kv.kernels.triton.latent_store import StoreLatentsLaunch
 from packed_kv.kernels.triton.launch import Launch, StepLaunch
 from packed_kv.kernels.triton.means import Means
@@ -221,3 +223,16 @@ def gather_latents(
     run(
         GatherLatentsLaunch(page, cache), GatherLatentsLaunch.step(rows, block_table, starts, first_rows, longest), rows
     )
+
+
+def gather_rows(
+    codec: LatentRowCodec,
+    cache: torch.Tensor,
+    block_table: torch.Tensor,
+    requests: torch.Tensor,
+    positions: torch.Tensor,
+    rows: torch.Tensor,
+) -> None:
+    """Dequantise tokens into `rows` [tokens, rank + rope_dim], `tokens / len(requests)` neighbours of each request."""
+    launch = GatherRowsLaunch(codec.rows, cache, len(positions) // len(requests))
+    run(launch, GatherRowsLaunch.step(len(positions), block_table, requests), rows, positions)

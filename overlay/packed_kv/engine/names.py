@@ -18,3 +18,8 @@ def class_name(fmt: Format) -> str:
 def latent_registry_name(fmt: Format) -> str:
     """Result of `get_name` of the format's backends of latent attention."""
     return f"PACKED_KV_LATENT_{fmt.name.upper()}"
+
+
+def sparse_registry_name(fmt: Format) -> str:
+    """The same of sparse attention over latents."""
+    return f"PACKED_KV_SPARSE_LATENT_{fmt.name.upper()}"

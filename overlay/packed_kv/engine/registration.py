@@ -28,8 +28,8 @@ from ..formats import FORMATS, Format
 from ..refusals import refuse
 from ..settings.facts import auto_cache, check_skipped_layers, engine_facts
 from ..settings.options import read_options
-from ..vllm_compat import is_patched, version_without_latents
-from .names import class_name, latent_registry_name, registry_name
+from ..vllm_compat import is_patched, version_without_latents, version_without_rows
+from .names import class_name, latent_registry_name, registry_name, sparse_registry_name
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -114,7 +114,7 @@ class PackedDTypeHandler:
 
         from .backend import backend_of
 
-        if config.use_mla and not config.use_sparse:
+        if config.use_mla:
             return self._latent_backend(config)
         backend = backend_of(self.name)
         capability = current_platform.get_device_capability()
@@ -133,14 +133,16 @@ class PackedDTypeHandler:
         return backend
 
     def _latent_backend(self, config: AttentionSelectorConfig) -> type[AttentionBackend]:
-        """The backend of a layer of latent attention. Raises Refused."""
-        vllm_config = get_current_vllm_config()
+        """The backend of a layer of latent attention, dense or sparse. Raises Refused."""
+        vllm_config, is_sparse = get_current_vllm_config(), config.use_sparse
         text = vllm_config.model_config.hf_text_config
         rank, rope_dim = int(text.kv_lora_rank), int(text.qk_rope_head_dim)
         facts = replace(
             engine_facts(vllm_config),
             is_mla=True,
+            is_sparse=is_sparse,
             version_without_latents=version_without_latents(),
+            version_without_rows=version_without_rows() if is_sparse and current_platform.is_cuda() else None,
             latent_rank=rank,
             rope_size=rope_dim,
             latent_size=config.head_size,
@@ -148,10 +150,11 @@ class PackedDTypeHandler:
             block_size=config.block_size,
         )
         refuse(facts, self.name)
-        from .latent_backend import latent_backend_of
+        from .latent_backend import latent_backend_of, sparse_latent_backend_of
 
         rope_bits = read_options(vllm_config.additional_config).latent_rope_bits
-        backend = latent_backend_of(self.name, rank, rope_dim, rope_bits)
+        make = sparse_latent_backend_of if is_sparse else latent_backend_of
+        backend = make(self.name, rank, rope_dim, rope_bits)
         capability = current_platform.get_device_capability()
         reasons = tuple(backend.validate_configuration(device_capability=capability, **config._asdict()))
         refuse(replace(facts, backend_reasons=reasons), self.name)
@@ -166,7 +169,8 @@ class PackedDTypeHandler:
         from .backend import backend_of, unknown_wrapper
 
         backend, impl = layer.get_attn_backend(), getattr(layer, "impl", None)
-        if backend.is_mla() and backend.get_name() == latent_registry_name(FORMATS[self.name]):
+        fmt = FORMATS[self.name]
+        if backend.is_mla() and backend.get_name() in (latent_registry_name(fmt), sparse_registry_name(fmt)):
             self._check_latent_layer(layer_name, layer)
             return
         config = getattr(impl, "config", None) or get_current_vllm_config_or_none()
@@ -186,7 +190,9 @@ class PackedDTypeHandler:
 
     def _check_latent_layer(self, layer_name: str, layer: Any) -> None:
         """The same for a layer of latent attention, whose weights are folded. Raises Refused for one of a class of its
-        own, but Kimi's: these ask for the same backend and then write their pages themselves."""
+        own, but Kimi's and that of sparse attention: these ask for the same backend and then write their pages
+        themselves. And for a plain layer of sparse attention on CUDA, whose store may lie in a CUDA graph apart from
+        its attention."""
         from vllm.model_executor.layers.attention.mla_attention import MLAAttention
 
         from ..attention.latent.kimi import adopt, is_kimi_layer
@@ -195,7 +201,10 @@ class PackedDTypeHandler:
         if is_kimi_layer(layer):
             adopt(layer)
         else:
-            refuse(Facts(layer=layer_name, latent_layer=None if kind is MLAAttention else kind.__name__), self.name)
+            is_sparse_layer = layer.impl.is_sparse and hasattr(kind, "hands_over_latents")
+            is_plain = kind is MLAAttention and not (layer.impl.is_sparse and current_platform.is_cuda())
+            other = None if is_plain or is_sparse_layer else kind.__name__
+            refuse(Facts(layer=layer_name, latent_layer=other), self.name)
         layer.impl.build(layer_name, layer)
 
     def before_engine(self, vllm_config: VllmConfig) -> None:

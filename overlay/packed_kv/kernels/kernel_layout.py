@@ -11,7 +11,7 @@ import functools
 from typing import NamedTuple
 
 from ..formats import GROUP_SIZE, Code, code_of
-from ..layout import ROPE, ROPE_SCALES, PageLayout, RingLayout, ring_layout
+from ..layout import ROPE, ROPE_SCALES, ROW_TOKENS, PageLayout, RingLayout, RowLayout, ring_layout
 from .bins import Bins, make_bins
 from .units import score_unit
 
@@ -89,6 +89,23 @@ def rope_layout(page: PageLayout) -> RopeLayout:
     planes = {plane.content: plane for plane in page.planes}
     scales_at = planes[ROPE_SCALES].offset if ROPE_SCALES in planes else 0
     return RopeLayout(page.rope_dim, planes[ROPE].offset, planes[ROPE].elements, scales_at)
+
+
+class LatentRowLayout(NamedTuple):
+    """Latent rows. `half`: of the micro-block of half as many groups, where two neighbouring groups stand for two
+    tokens (layout.py); `scales_at` and `rope`: in bytes from the start of a row; `row_bytes`: of one."""
+
+    half: KernelLayout
+    scales_at: int
+    rope: RopeLayout
+    row_bytes: int
+
+
+def latent_row_layout(rows: RowLayout) -> LatentRowLayout:
+    """The constants of kernels for rows of this layout."""
+    half = rope_layout(rows.page)
+    rope = RopeLayout(2 * half.channels, rows.offset(ROPE), half.words, half.scales_at // ROW_TOKENS)
+    return LatentRowLayout(kernel_layout(rows.page), rows.offset("scales"), rope, rows.row_bytes)
 
 
 @functools.cache

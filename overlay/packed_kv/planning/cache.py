@@ -28,6 +28,10 @@ LATENT_ALIGNMENT = 128
 """Tokens by which vLLM enlarges blocks of latents beside states, for kernels of other backends."""
 
 
+INDEX_BLOCK = 64
+"""Tokens of a block of vLLM's indexer on CUDA, and so of the model's."""
+
+
 @dataclass(frozen=True)
 class Serving:
     """Options with which the model is served.
@@ -102,6 +106,7 @@ def recent_window(model: Model, dtype: str, serving: Serving) -> tuple[int, str]
     facts = Facts(
         platform=platform,
         is_mla=model.has_latents,
+        is_sparse=model.picks_tokens,
         has_other_dtypes=bool(serving.skip_layers),
     )
     if reason := no_window(facts):
@@ -142,6 +147,9 @@ def _specs(model: Model, dtype: str, serving: Serving) -> list[Spec]:
                 tokens = shared_page // (layer.kv_heads * slot)
                 page, block_size = shared_page, max(MICRO_BLOCK, tokens // MICRO_BLOCK * MICRO_BLOCK)
             found.append(Spec(layer.kind, block_size, page, layer.window, shape))
+            if layer.index_bytes:
+                shape = (1, layer.index_bytes, layer.index_bytes)
+                found.append(Spec(layer.kind, block_size, layer.index_bytes * block_size, shape=shape))
             if window and name in FORMATS:
                 rings.append((layer, block_size, page))
     one_size = len({spec.page for spec in found}) == 1
@@ -158,6 +166,8 @@ def _block_and_page(model: Model, dtype: str, serving: Serving) -> tuple[int, in
     layer, block_size = model.attention[0], serving.block_size
     if model.has_latents and model.is_hybrid:
         block_size = max(block_size, LATENT_ALIGNMENT)
+    if model.picks_tokens and serving.on_gpu:
+        block_size = max(block_size, INDEX_BLOCK)
     is_counted = layer.number not in serving.skip_layers or dtype not in FORMATS or not serving.on_gpu
     token = layer.kv_heads * (slot_bytes(dtype, layer, model.dtype_bytes) if is_counted else 2 * layer.head_size)
     held = [max((layer.state_bytes for layer in model.layers if layer.kind == "state"), default=0)]

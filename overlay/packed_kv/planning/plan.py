@@ -13,7 +13,7 @@ from ..formats import FORMATS, ROPE_BITS
 from ..kernels.cuda import COLUMNS, HEAD_DIMS
 from ..model_shape import DENSE, FP8, BadInput, Model, nested, whole
 from ..refusals import Refused
-from .cache import DTYPES, Serving, bytes_per_token, capacity, recent_window
+from .cache import DTYPES, INDEX_BLOCK, Serving, bytes_per_token, capacity, recent_window
 from .cards import Card
 from .measured import KL, RECALL, STEP, is_measured_h100, kl, recall, step_seconds
 from .weights import Weights
@@ -177,6 +177,16 @@ def assumptions(target: Target, said: list[str]) -> list[str]:
         number = sum(layer.rope_size > 0 for layer in model.layers)
         copies = number * _folded_bytes(model) / model.ranks
         lines.append(f"a packed dtype keeps {copies / GIB:.2f} GiB of folded weights per card in addition (kv_b_proj)")
+    if model.picks_tokens:
+        keys = [layer.index_bytes for layer in model.layers if layer.index_bytes]
+        lines.append(
+            f"index keys of {max(keys, default=0)} bytes a token in {len(keys)} of {len(model.layers)} layers, in "
+            f"every dtype, and so blocks of {INDEX_BLOCK} tokens; fp8 is fp8_ds_mla"
+        )
+        lines.append(
+            "picked tokens are gathered to bf16: by estimate, attention of decodes takes about 1.6 times that over "
+            "fp8_ds_mla; not measured"
+        )
     source = KL["latents"]["source"] if model.has_latents else KL["source"]
     lines.append(f"KL: {source}; calibrated once with packed-kv calibrate (in brackets without)")
     if window and not model.has_latents:

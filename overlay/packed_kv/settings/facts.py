@@ -46,6 +46,9 @@ def engine_facts(config: VllmConfig) -> Facts:
         has_micro_batches=parallel.use_ubatching,
         architecture=model.architecture,
         is_mla=model.use_mla,
+        is_sparse=picks_tokens(config),
+        pcp=getattr(parallel, "prefill_context_parallel_size", None),
+        has_host_cache=has_host_cache(config),
         has_latent_sinks=model.use_mla and bool(getattr(model.hf_text_config, "learnable_sink", False)),
         has_lora=config.lora_config is not None,
         auto_cache=auto_cache(config),
@@ -55,6 +58,17 @@ def engine_facts(config: VllmConfig) -> Facts:
         has_chunks=bool(model.attention_chunk_size),
         has_several_kinds=len({*(getattr(model.hf_text_config, "layer_types", None) or ())}) > 1,
     )
+
+
+def has_host_cache(config: VllmConfig) -> bool:
+    """True if sparse attention keeps rows of its own on the host (HiSparse)."""
+    return getattr(getattr(config, "attention_config", None), "hisparse_config", None) is not None
+
+
+def picks_tokens(config: VllmConfig) -> bool:
+    """True if layers of latent attention read picked tokens."""
+    model = config.model_config
+    return model.use_mla and getattr(model.hf_text_config, "index_topk", None) is not None
 
 
 def is_draft(config: VllmConfig) -> bool:

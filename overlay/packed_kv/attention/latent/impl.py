@@ -13,29 +13,17 @@ Where ranks split the tokens of a request, vLLM gathers the queries of decodes; 
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from vllm.config import get_current_vllm_config, get_current_vllm_config_or_none
-from vllm.forward_context import get_forward_context
-from vllm.model_executor.layers.attention.mla_attention import (
-    MLACommonImpl,
-    accumulate_mla_context_chunk,
-    init_mla_context_partial,
-    reorg_kvcache,
-)
+from vllm.model_executor.layers.attention.mla_attention import MLACommonImpl, reorg_kvcache
 
-from ...channel_calibration import UNCALIBRATED, ChannelCalibration
 from ...codecs.latent import LatentCodec
 from ...facts import Facts
 from ...formats import FORMATS
 from ...refusals import refuse
-from ...settings.calibration import find_calibration
-from ...settings.facts import auto_cache, is_draft
 from ...settings.options import read_options
-from ...window.layer import WindowLayer, add_window_layer, window_tokens_of_model
-from ...window.step import WindowStep
+from ...window.layer import add_window_layer, window_tokens_of_model
 from ..context_parallel import Ranks
 from ..context_shard import shard_of
 from ..metadata import longest_decode
@@ -43,7 +31,7 @@ from ..protocols import DecodeBatch, DecodeKernel
 from ..step import StepKey
 from ..store import LatentStore, reference_latent_store
 from ..warmup import block_size_of, warm_up_latents
-from .fold import FoldedWeights
+from .base import PackedLatents, check_arguments
 from .in_pytorch import PrefixChunk, RecentContext, ReferenceLatentPrefix, ReferenceLatents
 from .metadata import LatentMetadata
 
@@ -59,12 +47,13 @@ class LatentKernels(NamedTuple):
     prefix: ReferenceLatentPrefix | TritonLatentPrefix
 
 
-class LatentAttentionImpl(MLACommonImpl[LatentMetadata]):
+class LatentAttentionImpl(PackedLatents, MLACommonImpl[LatentMetadata]):
     """Stores latents into packed pages and attends over these. Raises Refused for what they do not support."""
 
     supports_dcp = True
     supports_pcp = False
     can_return_lse_for_decode = True
+    kernels: LatentKernels | None = None
 
     def __init__(
         self,
@@ -90,40 +79,21 @@ class LatentAttentionImpl(MLACommonImpl[LatentMetadata]):
         kv_b_proj: Any,
         **unknown: object,
     ) -> None:
-        vllm_config = get_current_vllm_config_or_none()
-        facts = Facts(
-            auto_cache=auto_cache(vllm_config) if vllm_config else None,
-            is_draft=is_draft(vllm_config) if vllm_config else None,
-            skipped_dtype=kv_cache_dtype,
-            is_mla=True,
-            latent_rank=kv_lora_rank,
-            rope_size=qk_rope_head_dim,
-            sliding_window=sliding_window,
-            layer_options=tuple(name for name, value in unknown.items() if value is not None),
-        )
-        refuse(facts, kv_cache_dtype if kv_cache_dtype in FORMATS else "")
+        check_arguments(kv_cache_dtype, kv_lora_rank, qk_rope_head_dim, sliding_window, unknown)
         super().__init__(
             num_heads, head_size, scale, num_kv_heads, alibi_slopes, sliding_window, kv_cache_dtype, logits_soft_cap,
             attn_type, kv_sharing_target_layer_name, q_lora_rank=q_lora_rank, kv_lora_rank=kv_lora_rank,
             qk_nope_head_dim=qk_nope_head_dim, qk_rope_head_dim=qk_rope_head_dim, qk_head_dim=qk_head_dim,
             v_head_dim=v_head_dim, kv_b_proj=kv_b_proj, indexer=indexer, q_pad_num_heads=None,
         )  # fmt: skip
-        self.supports_quant_query_input = False
-        self.device = torch.get_default_device()
-        self.config = get_current_vllm_config()
+        self.prepare()
         if self.device.type == "cpu":
             from .cpu import compile_ahead
 
             compile_ahead()
-        self.calibration = find_calibration(self.config, FORMATS[kv_cache_dtype])
         self.window_tokens = window_tokens_of_model(self.config)
-        self.layer_name = ""
-        self.window_layer: WindowLayer | None = None
         self.ranks: Ranks | None = None
         """Ranks that split the layer's tokens, if any do."""
-        self.weights: FoldedWeights | None = None
-        self.kernels: LatentKernels | None = None
-        """Both are None before `build`."""
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
         self.add_window()
@@ -132,9 +102,6 @@ class LatentAttentionImpl(MLACommonImpl[LatentMetadata]):
         """Add the window layer, unless it is there."""
         if self.window_tokens:
             self.window_layer = add_window_layer(self, self.window_tokens, longest_decode(self.config), self.config)
-
-    def fused_output_quant_supported(self, quant_key: object) -> bool:
-        return False
 
     def build(self, layer_name: str, layer: Any) -> None:
         """Make the layer's codec and fold its weights, once: vLLM calls this when they are loaded, before it profiles
@@ -146,19 +113,8 @@ class LatentAttentionImpl(MLACommonImpl[LatentMetadata]):
         self.add_window()  # of a layer that did not call `process_weights_after_loading`
         if shard.ranks > 1:
             self.ranks, layer.dcp_manager.combine = Ranks(shard), self.combine
-        self.layer_name, fmt = layer_name, FORMATS[self.kv_cache_dtype]
-        rope_bits = read_options(self.config.additional_config).latent_rope_bits
-        sizes = self.kv_lora_rank, self.qk_rope_head_dim
-        codec = LatentCodec(fmt, *sizes, self.device, self._channels(layer_name), rope_bits)
-        self.weights = FoldedWeights(codec, layer)
-        self.kernels = self._kernels(codec, self.weights.constant)
-
-    def _channels(self, layer_name: str) -> ChannelCalibration:
-        """Return the calibration file's entry for a layer's latents, which are one KV head. Raises CalibrationError."""
-        if self.calibration is None:
-            return UNCALIBRATED
-        found = self.calibration.channels(layer_name, 1, self.kv_lora_rank, self.kv_lora_rank)
-        return replace(found.key.map_rows(lambda rows: rows[0]), first_mean=None, rope=None)
+        codec, weights = self.fold(layer_name, layer, LatentCodec)
+        self.kernels = self._kernels(codec, weights.constant)
 
     def _kernels(self, codec: LatentCodec, constant: torch.Tensor | None) -> LatentKernels:
         """Return the kernels of the device, where they serve the layer, else PyTorch's."""
@@ -198,37 +154,6 @@ class LatentAttentionImpl(MLACommonImpl[LatentMetadata]):
             sizes = requests, self.num_heads, self.kv_lora_rank + self.qk_rope_head_dim
             query = torch.zeros(sizes, dtype=self.config.model_config.dtype, device=self.device)
             self.ranks.reserve(query, self.kv_lora_rank)
-
-    def do_kv_cache_update(
-        self,
-        kv_c_normed: torch.Tensor,
-        k_pe: torch.Tensor,
-        kv_cache: torch.Tensor,
-        slot_mapping: torch.Tensor,
-        kv_cache_dtype: str,
-        k_scale: torch.Tensor,
-        skip_scale: bool = False,
-    ) -> None:
-        """Store a batch.
-
-        Args:
-            kv_c_normed, k_pe: fp16, bf16 or fp32 [tokens or more, rank] and [tokens or more, 1, rope_dim].
-            kv_cache: uint8 [blocks, block_size, slot_bytes]; empty in vLLM's profiling run.
-            slot_mapping: int64 [tokens], block * block_size + offset; negative ones are skipped.
-        """
-        if not kv_cache.numel():
-            return
-        slots = slot_mapping.flatten()
-        tokens = len(slots)
-        new = kv_c_normed[:tokens], k_pe[:tokens].flatten(1)
-        # vLLM does not pass the batch's metadata, and there are none in a step without requests.
-        context = get_forward_context().attn_metadata if self.window_layer is not None else None
-        window, metadata = (None, None) if context is None else (self._window_step(), context[self.layer_name])
-        assert self.kernels is not None
-        self.kernels.store.store(kv_cache, slots, *new, window, metadata)
-
-    def _window_step(self) -> WindowStep | None:
-        return WindowStep.of(self.window_layer, is_shared=False)
 
     def forward_mha(
         self,
@@ -303,49 +228,17 @@ class LatentAttentionImpl(MLACommonImpl[LatentMetadata]):
             output += self.weights.constant
         return output.to(self.config.model_config.dtype)
 
-    def _compute_prefill_context(
-        self, q: torch.Tensor, kv_c_and_k_pe_cache: torch.Tensor, attn_metadata: LatentMetadata, k_scale: torch.Tensor
-    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Attention of prompts' new tokens over their prefixes, a workspace of vLLM's at a time; its own method knows
-        dtypes of plain rows alone.
-
-        q: [tokens, heads, nope_dim + rope_dim]. Returns outputs [tokens, heads, value_dim] and lse [heads, tokens].
-        """
-        prefill = attn_metadata.prefill
-        assert self.kernels is not None
-        assert prefill is not None and prefill.prefill_backend is not None and prefill.chunked_context is not None
-        context, window = prefill.chunked_context, self._window_step()
-        output = output_lse = None
-        for chunk in context.chunks:
-            requests, recent = chunk.request_slice, None
-            if window is not None:
-                ring = window.ring(*(attn_metadata.num_decodes + n for n in (requests.start, requests.stop)))
-                recent = RecentContext(ring, context.context_lens[requests])
-            block_table = prefill.block_table[requests]
-            if self.ranks is None:
-                rows = context.workspace[: chunk.num_context_tokens]
-                self.kernels.prefix.gather(kv_c_and_k_pe_cache, block_table, chunk, rows, recent)
-            else:
-                rows = self._gather_over_ranks(kv_c_and_k_pe_cache, block_table, context, chunk)
-            key = self._expand(rows, 0)
-            key = self._concat_k_nope_k_pe(key, rows[:, self.kv_lora_rank :].unsqueeze(1))
-            if recent is not None:
-                self.kernels.prefix.gather_values(chunk, rows, recent)
-            value = self._expand(rows, 1)
-            chunk_output, chunk_lse = prefill.prefill_backend.run_prefill_context_chunk(
-                chunk=chunk, q=q[chunk.token_slice], k=key, v=value
-            )
-            if output is None:
-                if len(context.chunks) == 1 and not context.empty_token_slices:
-                    return chunk_output, chunk_lse
-                output, output_lse = init_mla_context_partial(context, chunk_output, chunk_lse, num_tokens=len(q))
-            accumulate_mla_context_chunk(chunk, chunk_output, chunk_lse, output, output_lse)
-        return output, output_lse
-
     def _context_parallel_compute_prefill_context(self, q: torch.Tensor, *arguments: Any, **options: Any) -> Any:
         """Do the same where ranks split the tokens: vLLM then calls this method instead of the one above."""
         cache, metadata = arguments
         return self._compute_prefill_context(q, cache, metadata, options["k_scale"])
+
+    def _gather(
+        self, cache: torch.Tensor, block_table: torch.Tensor, context: Any, chunk: Any, recent: RecentContext | None
+    ) -> torch.Tensor:
+        if self.ranks is None:
+            return super()._gather(cache, block_table, context, chunk, recent)
+        return self._gather_over_ranks(cache, block_table, context, chunk)
 
     def _gather_over_ranks(
         self, cache: torch.Tensor, block_table: torch.Tensor, context: Any, chunk: Any
@@ -365,12 +258,3 @@ class LatentAttentionImpl(MLACommonImpl[LatentMetadata]):
         sizes = lens, chunk.local_context_lens_allranks, chunk.local_starts
         counts = chunk.num_context_tokens, chunk.max_seq_len, count
         return torch.cat(reorg_kvcache(latent, rope, *sizes, *counts), dim=-1)
-
-    def _expand(self, rows: torch.Tensor, which: int) -> torch.Tensor:
-        """K without RoPE (`which` 0) or V (1) of stored latents: rows [tokens, rank + rope_dim] -> [tokens, heads,
-        nope_dim or value_dim]."""
-        weights = self.weights
-        assert weights is not None
-        lacking = None if weights.lacking is None else weights.lacking[which]
-        expanded = torch.nn.functional.linear(rows[:, : self.kv_lora_rank], weights.up[which], lacking)
-        return expanded.view(len(rows), self.num_heads, -1)

@@ -40,7 +40,7 @@ def micro_block_pointers(
 
 
 @triton.jit
-def _load_chunk(pointers, COUNT: tl.constexpr):
+def load_chunk(pointers, COUNT: tl.constexpr):
     """COUNT (1, 2 or 4) neighbouring words of every lane: pointers to int32 [MICRO_BLOCKS, 32] -> a tuple of int32 of
     that shape."""
     if COUNT == 1:
@@ -58,14 +58,26 @@ def _load_chunk(pointers, COUNT: tl.constexpr):
 
 
 @triton.jit
-def load_latents(pointers, LAYOUT: tl.constexpr):
-    """A lane's words of the latents: a tuple of int32 [MICRO_BLOCKS, 32], a half word as a sign word of parity 0."""
+def lane_of(LANES: tl.constexpr):
+    """Number of a lane among the LANES behind its pointer, [1, 32]."""
     lane = tl.arange(0, 32)[None, :]
+    if LANES < 32:
+        lane = lane % LANES
+    return lane
+
+
+@triton.jit
+def load_latents(pointers, LAYOUT: tl.constexpr, LANES: tl.constexpr = 32):
+    """A lane's words of the latents: a tuple of int32 [MICRO_BLOCKS, 32], a half word as a sign word of parity 0.
+
+    LANES: that have words behind one pointer; 4 of latent rows, whose pointers are [MICRO_BLOCKS, 32].
+    """
+    lane = lane_of(LANES)
     at = pointers + LAYOUT.words_at[KEY] // 4
     words = ()
     for chunk in tl.static_range(len(LAYOUT.chunks)):
-        words = words + _load_chunk(at + lane * LAYOUT.chunks[chunk], LAYOUT.chunks[chunk])
-        at += 32 * LAYOUT.chunks[chunk]
+        words = words + load_chunk(at + lane * LAYOUT.chunks[chunk], LAYOUT.chunks[chunk])
+        at += LANES * LAYOUT.chunks[chunk]
     if LAYOUT.has_half:
         half = tl.load((pointers + LAYOUT.half_words_at[KEY] // 4).to(tl.pointer_type(tl.uint16)) + lane).to(tl.int32)
         words = words + (half & 0xCCCC | (half & 0x3333) << 18,)
@@ -82,7 +94,7 @@ def load_scales(pointers, LAYOUT: tl.constexpr):
     scales = ()
     if GROUPS % 8 == 0:
         for i in tl.static_range(GROUPS // 8):
-            scales = scales + _load_chunk(pointers + SCALES_AT // 4 + row * (GROUPS // 2) + 4 * i, 4)
+            scales = scales + load_chunk(pointers + SCALES_AT // 4 + row * (GROUPS // 2) + 4 * i, 4)
     else:
         halves = (pointers + SCALES_AT // 4).to(tl.pointer_type(tl.uint16)) + row * GROUPS
         for i in tl.static_range(GROUPS):
@@ -97,25 +109,25 @@ def decode_groups(words, scales, zero, FIRST: tl.constexpr, COUNT: tl.constexpr,
     zero: int32 [MICRO_BLOCKS, 32], all 0, which the compiler cannot tell; see `decode_codes`.
     """
     if COUNT == 1:
-        values = _decode_group(words, scales, zero, FIRST, LAYOUT)
+        values = decode_group(words, scales, zero, FIRST, LAYOUT)
     elif COUNT == 2:
         values = tl.join(
-            _decode_group(words, scales, zero, FIRST, LAYOUT), _decode_group(words, scales, zero, FIRST + 1, LAYOUT)
+            decode_group(words, scales, zero, FIRST, LAYOUT), decode_group(words, scales, zero, FIRST + 1, LAYOUT)
         )
     else:
         even = tl.join(
-            _decode_group(words, scales, zero, FIRST, LAYOUT), _decode_group(words, scales, zero, FIRST + 2, LAYOUT)
+            decode_group(words, scales, zero, FIRST, LAYOUT), decode_group(words, scales, zero, FIRST + 2, LAYOUT)
         )
         odd = tl.join(
-            _decode_group(words, scales, zero, FIRST + 1, LAYOUT),
-            _decode_group(words, scales, zero, FIRST + 3, LAYOUT),
+            decode_group(words, scales, zero, FIRST + 1, LAYOUT),
+            decode_group(words, scales, zero, FIRST + 3, LAYOUT),
         )
         values = tl.join(even, odd)
     return _as_tokens(values, COUNT)
 
 
 @triton.jit
-def _decode_group(words, scales, zero, GROUP: tl.constexpr, LAYOUT: tl.constexpr):
+def decode_group(words, scales, zero, GROUP: tl.constexpr, LAYOUT: tl.constexpr):
     """fp16 [MICRO_BLOCKS, 32, n3, d4, d3, d0]."""
     MICRO_BLOCKS: tl.constexpr = zero.shape[0]
     GROUPS: tl.constexpr = len(LAYOUT.groups)
@@ -128,7 +140,7 @@ def _decode_group(words, scales, zero, GROUP: tl.constexpr, LAYOUT: tl.constexpr
         both = scales[GROUP]
     factors = tl.join(_scale(both & 0xFF, GAIN), _scale(both >> 8 & 0xFF, GAIN))
     factors = tl.reshape(factors, [MICRO_BLOCKS, 32, 2, 1, 1, 1])
-    return _product(values, tl.broadcast_to(factors, [MICRO_BLOCKS, 32, 2, 2, 2, 2]))
+    return product(values, tl.broadcast_to(factors, [MICRO_BLOCKS, 32, 2, 2, 2, 2]))
 
 
 @triton.jit
@@ -139,7 +151,7 @@ def _scale(byte, GAIN: tl.constexpr):
 
 
 @triton.jit
-def _product(x, y):
+def product(x, y):
     """x * y of fp16, two by one instruction."""
     if IS_INTERPRETED:
         return x * y
@@ -157,7 +169,7 @@ def load_rope(pointers, ROPE: tl.constexpr):
     for group in tl.static_range(ROPE.channels // 32):
         if ROPE.scales_at == 0:
             at = pointers + ROPE.at // 4 + group * 256 + lane * 4
-            values = join_pairs(_load_chunk(at, 4) + _load_chunk(at + 128, 4))
+            values = join_pairs(load_chunk(at, 4) + load_chunk(at + 128, 4))
         else:
             values = _load_rope_codes(pointers, lane, group, ROPE)
         groups = groups + (_as_tokens(values, 1),)
@@ -169,7 +181,7 @@ def _load_rope_codes(pointers, lane, GROUP: tl.constexpr, ROPE: tl.constexpr):
     """A group of RoPE channels at 8 bits, fp16 [MICRO_BLOCKS, 32, n3, d4, d3, d0]; exact, for scales from 2^-14 on."""
     MICRO_BLOCKS: tl.constexpr = pointers.shape[0]
     pairs = ()
-    words = _load_chunk(pointers + ROPE.at // 4 + GROUP * 128 + lane * 4, 4)
+    words = load_chunk(pointers + ROPE.at // 4 + GROUP * 128 + lane * 4, 4)
     for word in tl.static_range(4):
         pairs = pairs + key_pairs(words[word])
     codes = tl.reshape(join_pairs(pairs), [MICRO_BLOCKS, 32, 2, 2, 2, 2])
@@ -177,7 +189,7 @@ def _load_rope_codes(pointers, lane, GROUP: tl.constexpr, ROPE: tl.constexpr):
     both = tl.load(scales + GROUP).to(tl.int32)
     step_sizes = tl.join(ring_step_size(both & 0xFF).to(tl.float16), ring_step_size(both >> 8).to(tl.float16))
     step_sizes = tl.reshape(step_sizes, [MICRO_BLOCKS, 32, 2, 1, 1, 1])
-    return _product(codes, tl.broadcast_to(step_sizes, [MICRO_BLOCKS, 32, 2, 2, 2, 2]))
+    return product(codes, tl.broadcast_to(step_sizes, [MICRO_BLOCKS, 32, 2, 2, 2, 2]))
 
 
 @triton.jit

@@ -11,10 +11,11 @@ import triton
 import triton.language as tl
 
 from ...codecs.latent import LatentCodec
+from ...codecs.latent_rows import LatentRowCodec
 from ...codecs.transform import INPUT_LIMIT
 from .. import power_of_2
 from ..checks import check_ring, check_slots, check_stored_pages
-from ..kernel_layout import KernelLayout, kernel_layout, rope_layout
+from ..kernel_layout import KernelLayout, kernel_layout, latent_row_layout, rope_layout
 from .launch import Arguments, Launch, StepLaunch
 from .pages import KEY
 from .ring import inverse_step_size, ring_code, ring_scale, ring_step_size
@@ -30,7 +31,8 @@ SPLIT_TOKENS = 256
 
 class StoreLatentsLaunch(Launch):
     """Stores a layer's latents and RoPE channels in the pages of `cache` and, with `ring`, there too, in one launch,
-    with no host sync: `LatentCodec.write` and `write_ring`. `only_ring`: leave the pages alone.
+    with no host sync: `LatentCodec.write` or `LatentRowCodec.write`, and `write_ring`. `only_ring`: leave the pages
+    alone.
 
     Called with latents and RoPE channels of the dtypes and strides of `latent` and `rope`; rows beyond the slots are
     padding.
@@ -55,6 +57,7 @@ class StoreLatentsLaunch(Launch):
         of_ring = cache if ring is None else ring
         transform = codec.latent.transform
         layout = kernel_layout(codec.layout)
+        row = latent_row_layout(codec.rows) if isinstance(codec, LatentRowCodec) else None
         super().__init__(
             store_latents_kernel,
             Arguments(
@@ -67,7 +70,8 @@ class StoreLatentsLaunch(Launch):
                 HAS_PAGES=not only_ring, RING_BLOCK=0 if ring is None else ring.shape[2],
                 TRANSFORMED=codec.transform_table is not None, ORDERED=codec.latent.order is not None,
                 ROTATION=codec.fmt.rotation, BLOCK_SIZE=cache.shape[1], ROWS=rows_of(layout), RANK=codec.rank,
-                ROPE=rope_layout(codec.layout), ROPE_CHANNELS=ROPE_CHANNELS, PARTS=parts_of(layout), LAYOUT=layout,
+                ROPE=rope_layout(codec.layout) if row is None else row.rope, ROPE_CHANNELS=ROPE_CHANNELS,
+                PARTS=parts_of(layout), LAYOUT=layout, ROW=row,
             ),
             num_warps=1, enable_fp_fusion=False,
         )  # fmt: skip
@@ -105,7 +109,7 @@ def store_latents_kernel(
     ring_block_stride, HAS_PAGES: tl.constexpr, RING_BLOCK: tl.constexpr,
     TRANSFORMED: tl.constexpr, ORDERED: tl.constexpr, ROTATION: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     ROWS: tl.constexpr, RANK: tl.constexpr, ROPE: tl.constexpr, ROPE_CHANNELS: tl.constexpr, PARTS: tl.constexpr,
-    LAYOUT: tl.constexpr,
+    LAYOUT: tl.constexpr, ROW: tl.constexpr,
 ):  # fmt: skip
     """Store new tokens.
 
@@ -124,7 +128,8 @@ def store_latents_kernel(
         spectrum_ptr: not read.
         ring_ptr: uint8 [blocks, 1, RING_BLOCK, ring_slot_bytes], with `ring_block_stride`; written where RING_BLOCK is
             not 0. HAS_PAGES: whether pages are.
-        ROPE: `RopeLayout`. ROPE_CHANNELS: that a program writes. LAYOUT: `KernelLayout`.
+        ROPE: `RopeLayout`. ROPE_CHANNELS: that a program writes. LAYOUT: `KernelLayout`. ROW: `LatentRowLayout` of
+            pages with latent rows, whose RoPE is ROPE; else None.
     """
     program = tl.program_id(0)
     for s in tl.static_range(len(LAYOUT.sections)):
@@ -135,7 +140,7 @@ def store_latents_kernel(
                 constants_ptr, channels_ptr, 0, ring_ptr, ring_block_stride, 0, ring_slots_ptr, ring_tokens, True,
                 program, slots_ptr, table_ptr, 0, spectrum_ptr,
                 TRANSFORMED, False, 1, 0, 1, BLOCK_SIZE, ROWS, ORDERED, HAS_PAGES, RING_BLOCK, ROTATION, RANK, RANK, s,
-                LAYOUT, PARTS, split,
+                LAYOUT, PARTS, split, ROW,
             )  # fmt: skip
         program -= programs
     if program >= 0:
@@ -154,19 +159,25 @@ def store_latents_kernel(
             slot = tl.load(slots_ptr + token, mask=token < tokens, other=-1).to(tl.int64)
             stored = slot >= 0
             slot = tl.where(stored, slot, 0)
-            inside = slot % BLOCK_SIZE
-            n = (inside % 16).to(tl.int32)
-            micro_block = cache_ptr + slot // BLOCK_SIZE * cache_block_stride + inside // 16 * LAYOUT.micro_block_bytes
-            lane = n % 8 * 4 + channel // 2 % 4
-            code = n // 8 * 8 + channel % 32 // 8 * 2 + channel % 2
+            page, inside = cache_ptr + slot // BLOCK_SIZE * cache_block_stride, slot % BLOCK_SIZE
+            code = channel % 32 // 8 * 2 + channel % 2
+            LANES: tl.constexpr = 32 if ROW is None else 4
+            if ROW is None:
+                n = (inside % 16).to(tl.int32)
+                place, number = page + inside // 16 * LAYOUT.micro_block_bytes, group
+                lane, code = n % 8 * 4 + channel // 2 % 4, n // 8 * 8 + code
+                scale_at = (n % 8 * (ROPE.channels // 32) + group) * 2 + n // 8
+            else:
+                place, number = page + inside * ROW.row_bytes, group // 2
+                lane, code, scale_at = channel // 2 % 4, group % 2 * 8 + code, group
             if ROPE.scales_at == 0:
-                target = micro_block + ROPE.at + 4 * word_index(group * 8 + code // 2, lane, ROPE.words) + code % 2 * 2
+                word = word_index(number * 8 + code // 2, lane, ROPE.words, LANES)
+                target = place + ROPE.at + 4 * word + code % 2 * 2
                 tl.store(target.to(tl.pointer_type(tl.float16)), x, mask=stored)
             else:
-                target = micro_block + ROPE.at + 4 * word_index(group * 4 + code // 4, lane, ROPE.words) + code % 4
-                tl.store(target, value, mask=stored)
-                at = (n % 8 * (ROPE.channels // 32) + group) * 2 + n // 8
-                tl.store(micro_block + ROPE.scales_at + at, scale.to(tl.uint8), mask=stored & is_first)
+                word = word_index(number * 4 + code // 4, lane, ROPE.words, LANES)
+                tl.store(place + ROPE.at + 4 * word + code % 4, value, mask=stored)
+                tl.store(place + ROPE.scales_at + scale_at, scale.to(tl.uint8), mask=stored & is_first)
         if RING_BLOCK > 0:
             RING: tl.constexpr = LAYOUT.ring
             slot = tl.load(ring_slots_ptr + token, mask=token < ring_tokens, other=-1).to(tl.int64)

@@ -293,14 +293,14 @@ def store_section(
     TRANSFORMED: tl.constexpr, HAS_POSITIONS: tl.constexpr, MEAN_BLOCKS: tl.constexpr, MEAN_BLOCK_TOKENS: tl.constexpr,
     HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, ROWS: tl.constexpr, ORDERED: tl.constexpr, HAS_PAGES: tl.constexpr,
     RING_BLOCK: tl.constexpr, ROTATION: tl.constexpr, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
-    NUMBER: tl.constexpr, LAYOUT: tl.constexpr, PARTS: tl.constexpr, split,
+    NUMBER: tl.constexpr, LAYOUT: tl.constexpr, PARTS: tl.constexpr, split, ROW: tl.constexpr = None,
 ):  # fmt: skip
     """Store the groups of section NUMBER of ROWS / A_VECTOR vectors (token, head), those of program `program`; or, with
     `split` programs for these, a share of them: all rotate whole vectors, and each quantises its PARTS / split parts of
     the rows one after the other.
 
     `x_ptr`, `channels_ptr` and `table_ptr` with their strides are those of K, with `is_key`, or of V; the other
-    arguments are `store_kernel`'s.
+    arguments are `store_kernel`'s. ROW: `LatentRowLayout`, where pages have latent rows; else None.
     """
     SECTION: tl.constexpr = LAYOUT.sections[NUMBER]
     GROUPS: tl.constexpr = SECTION.groups
@@ -338,7 +338,8 @@ def store_section(
     if PARTS == 1:
         _store_groups(
             x, group, head, slot, ring_slot, cache_ptr, cache_block_stride, cache_head_stride,
-            ring_ptr, ring_block_stride, ring_head_stride, is_key, BLOCK_SIZE, HAS_PAGES, RING_BLOCK, SECTION, LAYOUT,
+            ring_ptr, ring_block_stride, ring_head_stride, is_key, BLOCK_SIZE, HAS_PAGES, RING_BLOCK, NUMBER, LAYOUT,
+            ROW,
         )  # fmt: skip
     else:
         first = program % split * (PARTS // split)
@@ -351,7 +352,7 @@ def store_section(
             _store_groups(
                 y, own_group, (own_vector % HEADS).to(tl.int64), tl.gather(slot, own, 0), tl.gather(ring_slot, own, 0),
                 cache_ptr, cache_block_stride, cache_head_stride, ring_ptr, ring_block_stride, ring_head_stride, is_key,
-                BLOCK_SIZE, HAS_PAGES, RING_BLOCK, SECTION, LAYOUT,
+                BLOCK_SIZE, HAS_PAGES, RING_BLOCK, NUMBER, LAYOUT, ROW,
             )  # fmt: skip
 
 
@@ -369,13 +370,14 @@ def _own_groups(index, block, tokens, HEADS: tl.constexpr, ROWS: tl.constexpr, G
 def _store_groups(
     x, group, head, slot, ring_slot, cache_ptr, cache_block_stride, cache_head_stride, ring_ptr, ring_block_stride,
     ring_head_stride, is_key, BLOCK_SIZE: tl.constexpr, HAS_PAGES: tl.constexpr, RING_BLOCK: tl.constexpr,
-    SECTION: tl.constexpr, LAYOUT: tl.constexpr,
+    NUMBER: tl.constexpr, LAYOUT: tl.constexpr, ROW: tl.constexpr,
 ):  # fmt: skip
     """Quantise rotated groups and write them to the ring and to pages.
 
     x: 8 fp32 tensors [lanes]; group, of the section, int32, and head, slot and ring_slot, int64 [lanes]. The other
     arguments are `store_section`'s.
     """
+    SECTION: tl.constexpr = LAYOUT.sections[NUMBER]
     CODE: tl.constexpr = SECTION.code
     BINS: tl.constexpr = SECTION.bins
     FIRST_GROUP: tl.constexpr = SECTION.first_group
@@ -385,9 +387,7 @@ def _store_groups(
     stored = slot >= 0
     slot = tl.where(stored, slot, 0)
     inside = slot % BLOCK_SIZE
-    micro_block = cache_ptr + slot // BLOCK_SIZE * cache_block_stride + head * cache_head_stride
-    micro_block += inside // 16 * LAYOUT.micro_block_bytes
-    n = (inside % 16).to(tl.int32)
+    page = cache_ptr + slot // BLOCK_SIZE * cache_block_stride + head * cache_head_stride
     RING: tl.constexpr = LAYOUT.ring
     if RING_BLOCK > 0:
         in_ring = ring_slot >= 0
@@ -404,13 +404,21 @@ def _store_groups(
         else:
             scale = search_scale(x, index, CODE, BINS)
             magnitudes, signs = quantize(x, scale, CODE, BINS)
-        if is_key:
-            words_at = micro_block + LAYOUT.words_at[KEY]
-            store_codes(words_at, n, group, lane, stored, magnitudes, signs, True, SECTION, LAYOUT)
-            scale_at = n % 8 * (2 * HEAD_GROUPS) + 2 * (FIRST_GROUP + group) + n // 8 + LAYOUT.scales_at[KEY]
+        if ROW is not None:
+            HALF: tl.constexpr = ROW.half
+            HALF_SECTION: tl.constexpr = HALF.sections[NUMBER]
+            place, n, number = page + inside * ROW.row_bytes, group % 2 * 8, group // 2
+            store_codes(place, n, number, lane, stored, magnitudes, signs, True, HALF_SECTION, HALF, 4)
+            scale_at = ROW.scales_at + FIRST_GROUP + group
         else:
-            words_at = micro_block + LAYOUT.words_at[VALUE]
-            store_codes(words_at, n, group, lane, stored, magnitudes, signs, False, SECTION, LAYOUT)
-            scale_at = n % 8 // 2 * (4 * HEAD_GROUPS) + 4 * (FIRST_GROUP + group) + n // 8 * 2 + n % 2
-            scale_at += LAYOUT.scales_at[VALUE]
-        tl.store(micro_block + scale_at, scale.to(tl.uint8), mask=stored & (lane == 0))
+            place, n = page + inside // 16 * LAYOUT.micro_block_bytes, (inside % 16).to(tl.int32)
+            if is_key:
+                words_at = place + LAYOUT.words_at[KEY]
+                store_codes(words_at, n, group, lane, stored, magnitudes, signs, True, SECTION, LAYOUT, 32)
+                scale_at = n % 8 * (2 * HEAD_GROUPS) + 2 * (FIRST_GROUP + group) + n // 8 + LAYOUT.scales_at[KEY]
+            else:
+                words_at = place + LAYOUT.words_at[VALUE]
+                store_codes(words_at, n, group, lane, stored, magnitudes, signs, False, SECTION, LAYOUT, 32)
+                scale_at = n % 8 // 2 * (4 * HEAD_GROUPS) + 4 * (FIRST_GROUP + group) + n // 8 * 2 + n % 2
+                scale_at += LAYOUT.scales_at[VALUE]
+        tl.store(place + scale_at, scale.to(tl.uint8), mask=stored & (lane == 0))

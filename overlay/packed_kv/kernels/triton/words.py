@@ -46,9 +46,10 @@ def _own_bits(positions, codes, registers, field):
 
 @triton.jit
 def store_codes(
-    codes, n, group, lane, stored, magnitudes, signs, IS_KEY: tl.constexpr, SECTION: tl.constexpr, LAYOUT: tl.constexpr
-):
-    """Write the codes of token n of each row's micro-block, whose words begin at `codes`.
+    codes, n, group, lane, stored, magnitudes, signs, IS_KEY: tl.constexpr, SECTION: tl.constexpr, LAYOUT: tl.constexpr,
+    LANES: tl.constexpr,
+):  # fmt: skip
+    """Write the codes of token n of each row's micro-block, whose words begin at `codes`; LANES have words there.
 
     codes: pointers to bytes [lanes]; n, group (of the section), lane (d2 d1): int32 [lanes]; stored: bool [lanes];
     magnitudes, signs: tuples of 8 uint32 [lanes], by register; SECTION, LAYOUT: of `kernel_layout`.
@@ -69,19 +70,19 @@ def store_codes(
                 word += n // 8 * WORDS_OF_N3
             _store_word(
                 codes, n, word, word_lane, stored, magnitudes, signs,
-                IS_KEY, CODE, _registers(IS_KEY, CODES, WORDS, d0, NUMBERS[i]), LAYOUT.words,
+                IS_KEY, CODE, _registers(IS_KEY, CODES, WORDS, d0, NUMBERS[i]), LAYOUT.words, LANES,
             )  # fmt: skip
         if len(CODE.sign_shift) == 0:
             _store_sign_word(
                 codes, n, SECTION.signed_groups + group, word_lane, stored, signs,
-                IS_KEY, _registers(IS_KEY, CODES, 1, d0, 0), LAYOUT,
+                IS_KEY, _registers(IS_KEY, CODES, 1, d0, 0), LAYOUT, LANES,
             )  # fmt: skip
 
 
 @triton.jit
 def _store_word(
     codes, n, word, word_lane, stored, magnitudes, signs,
-    IS_KEY: tl.constexpr, CODE: tl.constexpr, REGISTERS: tl.constexpr, WORDS: tl.constexpr,
+    IS_KEY: tl.constexpr, CODE: tl.constexpr, REGISTERS: tl.constexpr, WORDS: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
     MAGNITUDE_SHIFT: tl.constexpr = CODE.magnitude_shift
     SIGN_SHIFT: tl.constexpr = CODE.sign_shift
@@ -90,16 +91,17 @@ def _store_word(
         new_signs, own_signs = _collect(signs, n, SIGN_SHIFT, IS_KEY, REGISTERS, 1)
         new, own = new | new_signs, own | own_signs
     if IS_KEY and CODE.code_words > 1:  # n3 selects the word, and all of it is this token's
-        pointer = codes + 4 * word_index(word, word_lane, WORDS)
+        pointer = codes + 4 * word_index(word, word_lane, WORDS, LANES)
         tl.store(pointer.to(tl.pointer_type(tl.uint32)), new, mask=stored)
     else:
-        _flip(codes, word_index(word, word_lane, WORDS), new, own, stored)
+        _flip(codes, word_index(word, word_lane, WORDS, LANES), new, own, stored)
 
 
 @triton.jit
 def _store_sign_word(
-    codes, n, number, word_lane, stored, signs, IS_KEY: tl.constexpr, REGISTERS: tl.constexpr, LAYOUT: tl.constexpr
-):
+    codes, n, number, word_lane, stored, signs, IS_KEY: tl.constexpr, REGISTERS: tl.constexpr, LAYOUT: tl.constexpr,
+    LANES: tl.constexpr,
+):  # fmt: skip
     """Signs of group `number` of those with sign words; groups 2i and 2i + 1 share a word, an odd last one has a half
     word."""
     WORDS: tl.constexpr = LAYOUT.words
@@ -107,13 +109,13 @@ def _store_sign_word(
     new, own = _collect(signs, n, _SIGN_WORD_SHIFT, IS_KEY, REGISTERS, 1)
     shift = (number % 2 * -_SIGN_PARITY_SHIFT).to(tl.uint32)
     new, own = new >> shift, own >> shift
-    index = word_index(WORDS - SIGN_WORDS + number // 2, word_lane, WORDS)
+    index = word_index(WORDS - SIGN_WORDS + number // 2, word_lane, WORDS, LANES)
     if LAYOUT.has_half:
         last = number == 2 * SIGN_WORDS
         half, own_half = _collect(signs, n, _SIGN_HALF_SHIFT, IS_KEY, REGISTERS, 1)
         shift = (word_lane % 2 * 16).to(tl.uint32)
         new, own = tl.where(last, half << shift, new), tl.where(last, own_half << shift, own)
-        index = tl.where(last, WORDS * 32 + word_lane // 2, index)
+        index = tl.where(last, WORDS * LANES + word_lane // 2, index)
     _flip(codes, index, new, own, stored)
 
 
@@ -145,14 +147,15 @@ def _shift(word, bit, BY: tl.constexpr):
 
 
 @triton.jit
-def word_index(word, lane, WORDS: tl.constexpr):
-    """Place of a lane's word among the codes of a micro-block, in words: chunks of 4, then 2, then 1 (layout.py)."""
+def word_index(word, lane, WORDS: tl.constexpr, LANES: tl.constexpr):
+    """Place of a lane's word among the codes of a micro-block, or with 4 LANES of a row, in words: chunks of 4, then 2,
+    then 1 (layout.py)."""
     FOURS: tl.constexpr = WORDS // 4 * 4
-    index = word // 4 * 128 + lane * 4 + word % 4
+    index = word // 4 * (4 * LANES) + lane * 4 + word % 4
     if WORDS % 4 >= 2:
-        index = tl.where(word >= FOURS, FOURS * 32 + lane * 2 + (word - FOURS), index)
+        index = tl.where(word >= FOURS, FOURS * LANES + lane * 2 + (word - FOURS), index)
     if WORDS % 2 == 1:
-        index = tl.where(word == WORDS - 1, (WORDS - 1) * 32 + lane, index)
+        index = tl.where(word == WORDS - 1, (WORDS - 1) * LANES + lane, index)
     return index
 
 

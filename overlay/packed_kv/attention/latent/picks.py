@@ -1,0 +1,171 @@
+"""Sparse attention of a layer over latent rows: each query token reads the tokens that vLLM's indexer picked for it.
+
+Decodes read rows of pages, their own included. Prompts read what was before the batch from pages and their own tokens
+as the model has them; see `reference/sparse_latents.py`. Rows are gathered into a workspace, in the basis in which
+latents are stored, and attention over them is another kernel's (`picks_on_cuda.py`), or PyTorch's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple, Protocol
+
+import torch
+
+from ...codecs.latent_rows import LatentRowCodec
+from ...reference.sparse_latents import attend_picks, gather_tokens, merge, split_picks
+from .sparse_metadata import PromptPart, SparseLatentMetadata
+
+Queries = tuple[torch.Tensor, torch.Tensor]
+"""[tokens, heads, rank], which meet stored latents, and [tokens, heads, rope_dim]."""
+Latents = tuple[torch.Tensor, torch.Tensor]
+"""Latents and RoPE channels as the model has them, [tokens, rank] and [tokens, rope_dim]."""
+Attended = tuple[torch.Tensor, torch.Tensor]
+"""[tokens, heads or more, rank] and the natural lse [tokens, heads or more]."""
+
+
+class PickedRows(NamedTuple):
+    """Numbers of rows that tokens read, int32 [tokens, picks]; negative: none. `counts`: int32 [tokens], a bound behind
+    which there is none, or None."""
+
+    rows: torch.Tensor
+    counts: torch.Tensor | None = None
+
+
+class PickKernels(Protocol):
+    """Kernels of a device for `PickAttention`. Results lie in a workspace: rows until the next `gather` or `raw`,
+    others until the next slice of tokens."""
+
+    def most_tokens(self, picks: int) -> int:
+        """Most query tokens of a slice, whose picks of so many are gathered each for itself."""
+
+    def gather(
+        self, cache: torch.Tensor, block_table: torch.Tensor, requests: torch.Tensor, positions: torch.Tensor,
+        into: torch.Tensor | None = None,
+    ) -> torch.Tensor:  # fmt: skip
+        """Rows of tokens, [tokens, rank + rope_dim]: `requests` int32 [tokens / n] are those of n neighbours each in
+        `positions`, int32 [tokens]; negative: none. `into`: memory for them, or None: the workspace."""
+
+    def raw(self, new: Latents) -> torch.Tensor:
+        """Rows of latents as the model has them, in the basis of stored ones."""
+
+    def split(self, picks: torch.Tensor, part: PromptPart, inside: slice) -> tuple[PickedRows, PickedRows]:
+        """Rows of picks, stored and own; of the tokens `inside` the part."""
+
+    def attend(self, rows: torch.Tensor, picks: PickedRows, queries: Queries, *, is_own: bool) -> Attended:
+        """Attention over picked rows. `is_own`: it is to stand beside that over stored ones."""
+
+    def merge(
+        self, output: torch.Tensor, stored: Attended | None, own: Attended, picks: tuple[PickedRows, PickedRows]
+    ) -> None:
+        """Fill `output` [tokens, heads, rank] from both; `picks` are those of `split`."""
+
+    def take_output(self, tokens: int, like: torch.Tensor) -> torch.Tensor:
+        """Memory for the results of a batch, [tokens, heads, rank]; `like`: its queries."""
+
+
+class PickAttention:
+    """Sparse attention of one layer. `constant`: fp32 [rank], added to results, or None."""
+
+    def __init__(self, kernels: PickKernels, constant: torch.Tensor | None) -> None:
+        self.kernels, self.constant = kernels, constant
+
+    def attend(
+        self,
+        metadata: SparseLatentMetadata,
+        cache: torch.Tensor,
+        queries: Queries,
+        picks: torch.Tensor,
+        new: Latents | None,
+    ) -> torch.Tensor:
+        """Attend to a batch's decodes, or to decodes and prompts.
+
+        Args:
+            cache: uint8 [blocks, block_size, slot_bytes].
+            queries: of the tokens that are attended to, decodes first.
+            picks: int32 [tokens, picks], positions in requests; negative: none.
+            new: of all tokens of the batch; looked at where there are prompts.
+
+        Returns:
+            [tokens, heads, rank] of the queries' dtype.
+        """
+        tokens, decodes = len(picks), metadata.num_decode_tokens
+        output = self.kernels.take_output(tokens, queries[0])
+        for part in self._slices(0, min(decodes, tokens), picks.shape[1]):
+            self._decode(metadata, cache, part, queries, picks, output)
+        if tokens <= decodes:
+            return output
+        assert new is not None and metadata.prompts, "prompts without their latents"
+        own = self.kernels.raw((new[0][decodes:tokens], new[1][decodes:tokens]))
+        for prompt in metadata.prompts:
+            self._attend_to_prompt(metadata, cache, prompt, own, queries, picks, output)
+        return output
+
+    def _slices(self, first: int, last: int, picks: int) -> Iterator[slice]:
+        most = self.kernels.most_tokens(picks)
+        return (slice(start, min(start + most, last)) for start in range(first, last, most))
+
+    def _decode(
+        self, metadata: SparseLatentMetadata, cache: torch.Tensor, part: slice, queries: Queries, picks: torch.Tensor,
+        output: torch.Tensor,
+    ) -> None:  # fmt: skip
+        picked = picks[part]
+        rows = self.kernels.gather(cache, metadata.block_table, metadata.req_id_per_token[part], picked.flatten())
+        numbers = torch.arange(picked.numel(), dtype=torch.int32, device=picked.device).view_as(picked)
+        of_own = PickedRows(torch.where(picked >= 0, numbers, -1))
+        found, _ = self.kernels.attend(rows, of_own, (queries[0][part], queries[1][part]), is_own=False)
+        found = found[:, : output.shape[1]]
+        output[part] = found if self.constant is None else found + self.constant
+
+    def _attend_to_prompt(
+        self, metadata: SparseLatentMetadata, cache: torch.Tensor, prompt: PromptPart, own: torch.Tensor,
+        queries: Queries, picks: torch.Tensor, output: torch.Tensor,
+    ) -> None:  # fmt: skip
+        stored = None
+        if prompt.stored_rows:
+            stored = self.kernels.gather(cache, metadata.block_table, prompt.requests, prompt.positions)
+        for part in self._slices(prompt.first, prompt.last, 1):
+            inside = slice(part.start - prompt.first, part.stop - prompt.first)
+            rows = self.kernels.split(picks[part], prompt, inside)
+            of_part = queries[0][part], queries[1][part]
+            over_stored = None
+            if stored is not None:
+                over_stored = self.kernels.attend(stored, rows[0], of_part, is_own=False)
+            over_own = self.kernels.attend(own, rows[1], of_part, is_own=True)
+            self.kernels.merge(output[part], over_stored, over_own, rows)
+
+
+class ReferencePicks(PickKernels):
+    """In PyTorch, in fp32. `scale`: of scores; `constant`: see `PickAttention`."""
+
+    def __init__(self, codec: LatentRowCodec, scale: float, constant: torch.Tensor | None) -> None:
+        self.codec, self.scale, self.constant = codec, scale, constant
+
+    def most_tokens(self, picks: int) -> int:
+        return max(1, (1 << 16) // picks)
+
+    def gather(
+        self, cache: torch.Tensor, block_table: torch.Tensor, requests: torch.Tensor, positions: torch.Tensor,
+        into: torch.Tensor | None = None,
+    ) -> torch.Tensor:  # fmt: skip
+        of_each = requests.long().repeat_interleave(len(positions) // len(requests))
+        rows = gather_tokens(self.codec, cache, block_table, of_each, positions)
+        return rows if into is None else into.copy_(rows)
+
+    def raw(self, new: Latents) -> torch.Tensor:
+        return torch.cat((self.codec.latent.prepare(new[0]), new[1].float()), dim=-1)
+
+    def split(self, picks: torch.Tensor, part: PromptPart, inside: slice) -> tuple[PickedRows, PickedRows]:
+        stored, own = split_picks(picks, part.first_own[inside], part.stored_offset[inside], part.own_offset[inside])
+        return PickedRows(stored), PickedRows(own)
+
+    def attend(self, rows: torch.Tensor, picks: PickedRows, queries: Queries, *, is_own: bool) -> Attended:
+        return attend_picks(rows, picks.rows, *queries, self.scale)
+
+    def merge(
+        self, output: torch.Tensor, stored: Attended | None, own: Attended, picks: tuple[PickedRows, PickedRows]
+    ) -> None:
+        output.copy_(merge(stored, own, self.codec.value_gain(), self.constant))
+
+    def take_output(self, tokens: int, like: torch.Tensor) -> torch.Tensor:
+        return like.new_empty(tokens, *like.shape[1:])

@@ -1,0 +1,182 @@
+"""Sparse attention over latent rows on CUDA: `kernels/triton` gathers rows to bf16, and vLLM's FlashMLA attends.
+
+`flash_mla_sparse_fwd` has one form for prompts and decodes, over bf16 rows of 512 + 64 channels. A decode so reads its
+picks twice: stage 1 of sparse latents, until a kernel reads packed rows itself.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from vllm.v1.attention.ops.flashmla import flash_mla_sparse_fwd
+from vllm.v1.worker.workspace import current_workspace_manager
+
+from ...codecs.latent_rows import LatentRowCodec
+from ...kernels.ahead import Ahead
+from ...kernels.triton.latent_rows import GatherRowsLaunch
+from ...kernels.triton.launch import Launches
+from ...kernels.triton.sparse_picks import MergePicksLaunch, SplitPicksLaunch
+from ..protocols import NewTokens
+from ..store import LatentStore
+from ..triton_store import TritonLatentStore
+from .picks import Attended, Latents, PickedRows, PickKernels, Queries
+from .sparse_metadata import PromptPart
+
+HEADS = 64, 128
+"""Query heads that FlashMLA's kernel takes; fewer are padded."""
+SLICE_TOKENS = 2048
+"""Most query tokens of a launch."""
+
+
+def padded_heads(heads: int) -> int:
+    """Heads that the kernel computes for so many."""
+    return next(count for count in HEADS if count >= heads)
+
+
+class PickMemory(NamedTuple):
+    """vLLM's workspace, which each layer overwrites.
+
+    `rows`: bf16 [rows, 576], gathered; `own`: bf16 [tokens, 576], of the batch's prompts. `query`: bf16 [slice, padded
+    heads, 576]. `stored`, `over_own`: bf16 [slice, padded heads, 512], attention over each kind. `stored_picks`,
+    `own_picks`: int32 [slice, picks], and their counts, int32 [slice]. `output`: bf16 [tokens, heads, 512].
+    """
+
+    rows: torch.Tensor
+    own: torch.Tensor
+    query: torch.Tensor
+    stored: torch.Tensor
+    over_own: torch.Tensor
+    stored_picks: torch.Tensor
+    own_picks: torch.Tensor
+    stored_counts: torch.Tensor
+    own_counts: torch.Tensor
+    output: torch.Tensor
+
+
+class CudaPicks(PickKernels):
+    """The kernels of one layer.
+
+    Args:
+        codec: of the layer, on a CUDA device, for 512 + 64 channels.
+        heads: of this rank.
+        scale: of scores.
+        constant: see `PickAttention`.
+        picks: of a query token, `index_topk`.
+        most_rows: of the workspace, at least the tokens of the longest request.
+        most_tokens: of a batch.
+    """
+
+    def __init__(
+        self, codec: LatentRowCodec, heads: int, scale: float, constant: torch.Tensor | None, picks: int,
+        most_rows: int, most_tokens: int,
+    ) -> None:  # fmt: skip
+        self.codec, self.heads, self.scale, self.constant, self.picks = codec, heads, scale, constant, picks
+        self.padded_heads = padded_heads(heads)
+        self.inverse_gain = 1 / codec.value_gain()
+        transform = codec.latent.transform
+        unit = torch.eye(codec.rank, device=codec.device)
+        self.basis = codec.latent.rotate(unit if transform.scale is None else unit * transform.scale)
+        self.mean = codec.stored_mean()
+        self.bound: Launches = Launches()
+        width, tokens = codec.rank + codec.rope_dim, min(SLICE_TOKENS, most_tokens)
+        bf16, int32 = torch.bfloat16, torch.int32
+        self.specs = (
+            ((max(most_rows, picks), width), bf16), ((most_tokens, width), bf16),
+            ((tokens, self.padded_heads, width), bf16), *[((tokens, self.padded_heads, codec.rank), bf16)] * 2,
+            *[((tokens, picks), int32)] * 2, *[((tokens,), int32)] * 2, ((most_tokens, heads, codec.rank), bf16),
+        )  # fmt: skip
+
+    def memory(self) -> PickMemory:
+        """The workspace, sized when this is first called, in the engine's start."""
+        return PickMemory(*current_workspace_manager().get_simultaneous(*self.specs))
+
+    def most_tokens(self, picks: int) -> int:
+        rows, query = self.specs[0][0][0], self.specs[2][0][0]
+        return max(1, min(query, rows // picks))
+
+    def gather(
+        self, cache: torch.Tensor, block_table: torch.Tensor, requests: torch.Tensor, positions: torch.Tensor,
+        into: torch.Tensor | None = None,
+    ) -> torch.Tensor:  # fmt: skip
+        count = len(positions)
+        rows, a_request = self.memory().rows[:count] if into is None else into, count // len(requests)
+        assert len(rows) == count and rows.is_contiguous(), (rows.shape, count)
+        launch = self.bound.get(
+            ("gather", a_request),
+            (cache.data_ptr(), cache.stride()),
+            lambda: GatherRowsLaunch(self.codec.rows, cache, a_request),
+        )
+        grid, arguments = GatherRowsLaunch.step(count, block_table, requests)
+        launch(grid, (rows, positions), arguments)
+        return rows
+
+    def raw(self, new: Latents) -> torch.Tensor:
+        rank, rows = self.codec.rank, self.memory().own[: len(new[0])]
+        latent = new[0].float() @ self.basis
+        rows[:, :rank] = latent if self.mean is None else latent - self.mean
+        rows[:, rank:] = new[1]
+        return rows
+
+    def split(self, picks: torch.Tensor, part: PromptPart, inside: slice) -> tuple[PickedRows, PickedRows]:
+        tokens, memory = len(picks), self.memory()
+        launch = self.bound.get("split", None, lambda: SplitPicksLaunch(self.picks))
+        targets = memory.stored_picks, memory.stored_counts, memory.own_picks, memory.own_counts
+        grid, arguments = SplitPicksLaunch.step(tokens, *targets)
+        offsets = part.first_own[inside], part.stored_offset[inside], part.own_offset[inside]
+        launch(grid, (picks, *offsets), arguments)
+        return (
+            PickedRows(memory.stored_picks[:tokens], memory.stored_counts[:tokens]),
+            PickedRows(memory.own_picks[:tokens], memory.own_counts[:tokens]),
+        )
+
+    def attend(self, rows: torch.Tensor, picks: PickedRows, queries: Queries, *, is_own: bool) -> Attended:
+        memory, tokens, rank = self.memory(), len(picks.rows), self.codec.rank
+        query = memory.query[:tokens]
+        query[:, : self.heads, :rank] = queries[0]
+        query[:, : self.heads, rank:] = queries[1]
+        output = (memory.over_own if is_own else memory.stored)[:tokens]
+        found, _, lse = flash_mla_sparse_fwd(
+            query, rows.unsqueeze(1), picks.rows.unsqueeze(1), self.scale, topk_length=picks.counts, out=output
+        )
+        return found, lse
+
+    def merge(
+        self, output: torch.Tensor, stored: Attended | None, own: Attended, picks: tuple[PickedRows, PickedRows]
+    ) -> None:
+        has_stored = stored is not None
+        launch = self.bound.get(
+            ("merge", has_stored),
+            None,
+            lambda: MergePicksLaunch(
+                self.inverse_gain, self.constant, self.heads, self.padded_heads, has_stored=has_stored
+            ),
+        )
+        other = own if stored is None else stored
+        lse_and_picks = (other[1], picks[0].rows), (own[1], picks[1].rows)
+        grid, arguments = MergePicksLaunch.step(len(output), self.heads, *lse_and_picks)
+        launch(grid, (output, other[0], own[0]), arguments)
+
+    def take_output(self, tokens: int, like: torch.Tensor) -> torch.Tensor:
+        return self.memory().output[:tokens]
+
+    def warm_up(self, store: LatentStore, cache: torch.Tensor) -> None:
+        """Size the workspace and note every launch of the layer's steps. `cache`: one block of pages, of zeros."""
+        memory, device = self.memory(), self.codec.device
+        one = torch.zeros(1, dtype=torch.int32, device=device)
+        table, picks = one[:, None], torch.zeros(1, self.picks, dtype=torch.int32, device=device)
+        latents = torch.zeros(1, self.codec.rank, dtype=torch.bfloat16, device=device)
+        of_rope = torch.zeros(1, self.codec.rope_dim, dtype=torch.bfloat16, device=device)
+        part = PromptPart(0, 1, 1, one, one, one, one, one)
+        lse = torch.zeros(1, self.padded_heads, device=device)
+        with Ahead():
+            kernel = store.kernel
+            assert isinstance(kernel, TritonLatentStore)
+            kernel.write(kernel.prepare(NewTokens(one.long())), cache, latents, of_rope)
+            self.gather(cache, table, one, picks.flatten())
+            self.gather(cache, table, one, one)
+            rows = self.split(picks, part, slice(0, 1))
+            for stored in (None, (memory.stored[:1], lse)):
+                self.merge(memory.output[:1], stored, (memory.over_own[:1], lse), rows)
+        for bound in (kernel.bound, self.bound):
+            bound.clear()  # pages of our own go

@@ -1,0 +1,172 @@
+"""vLLM's implementation of one layer's sparse attention over latents (DeepSeek V3.2, GLM-5): store, picks, prompts.
+
+vLLM's indexer picks the tokens. Prompts of up to `index_topk` tokens are attended to densely, by vLLM's prefill
+backend; their prefixes are gathered as of dense latents. Modelled on `SparseMLACommonImpl` of vLLM 0.33.0
+(model_executor/layers/attention/sparse_mla_attention.py; Apache-2.0).
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from vllm.model_executor.layers.attention.sparse_mla_attention import SparseMLACommonImpl
+
+from ...codecs.latent_rows import LatentRowCodec
+from ..store import LatentStore, reference_latent_store
+from ..warmup import block_size_of
+from .base import PackedLatents, check_arguments
+from .in_pytorch import PrefixChunk, RecentContext, ReferenceLatentPrefix
+from .picks import Latents, PickAttention, PickKernels, ReferencePicks
+from .sparse_metadata import SparseLatentMetadata, workspace_rows
+
+
+class SparseLatentKernels(NamedTuple):
+    """Kernels of a layer's attention: all writes, attention over picks, and what gathers prefixes of prompts."""
+
+    store: LatentStore
+    attention: PickAttention
+    prefix: ReferenceLatentPrefix | PickedPrefix
+
+
+class PickedPrefix:
+    """Reads the prefixes of prompts from latent rows by the kernel that gathers picks. See `ReferenceLatentPrefix`."""
+
+    def __init__(self, kernels: PickKernels) -> None:
+        self.kernels = kernels
+
+    def gather(
+        self, cache: torch.Tensor, block_table: torch.Tensor, chunk: PrefixChunk, rows: torch.Tensor,
+        recent: RecentContext | None = None,
+    ) -> None:  # fmt: skip
+        """See `ReferenceLatentPrefix.gather`. There is no ring."""
+        assert recent is None
+        numbers = torch.arange(len(rows), dtype=torch.int32, device=rows.device)
+        ends = chunk.cu_seq_lens[1:]
+        requests = torch.searchsorted(ends, numbers, right=True, out_int32=True)
+        positions = numbers - (chunk.cu_seq_lens[:-1] - chunk.starts)[requests.long()]
+        self.kernels.gather(cache, block_table, requests, positions, rows)
+
+
+class SparseLatentImpl(PackedLatents, SparseMLACommonImpl[SparseLatentMetadata]):
+    """Stores latent rows and attends over those that were picked. Raises Refused for what they do not support."""
+
+    supports_dcp = False
+    supports_pcp = False
+    can_return_lse_for_decode = False
+    stores_latents = True
+    """Read by the patched layer of vLLM, which has the store write and hands over `new_latents`."""
+    kernels: SparseLatentKernels | None = None
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_size: int,
+        scale: float,
+        num_kv_heads: int,
+        alibi_slopes: list[float] | None,
+        sliding_window: int | None,
+        kv_cache_dtype: str,
+        logits_soft_cap: float | None,
+        attn_type: str,
+        kv_sharing_target_layer_name: str | None,
+        indexer: object | None = None,
+        topk_indices_buffer: torch.Tensor | None = None,
+        index_group_builder: object | None = None,
+        q_pad_num_heads: int | None = None,
+        *,
+        q_lora_rank: int | None,
+        kv_lora_rank: int,
+        qk_nope_head_dim: int,
+        qk_rope_head_dim: int,
+        qk_head_dim: int,
+        v_head_dim: int,
+        kv_b_proj: Any,
+        **unknown: object,
+    ) -> None:
+        check_arguments(kv_cache_dtype, kv_lora_rank, qk_rope_head_dim, sliding_window, unknown)
+        # Without the buffer, vLLM's class makes no index group: rows are found by positions, in the gather kernel.
+        super().__init__(
+            num_heads, head_size, scale, num_kv_heads, alibi_slopes, sliding_window, kv_cache_dtype, logits_soft_cap,
+            attn_type, kv_sharing_target_layer_name, q_lora_rank=q_lora_rank, kv_lora_rank=kv_lora_rank,
+            qk_nope_head_dim=qk_nope_head_dim, qk_rope_head_dim=qk_rope_head_dim, qk_head_dim=qk_head_dim,
+            v_head_dim=v_head_dim, kv_b_proj=kv_b_proj,
+        )  # fmt: skip
+        self.init_topk_indices_buffer(indexer, topk_indices_buffer)
+        self.prepare()
+        self.new_latents: Latents | None = None
+        """Latents of the batch, from its store until its attention."""
+        self.is_handed_latents = False
+
+    def build(self, layer_name: str, layer: Any) -> None:
+        """Make the layer's codec and fold its weights, once: vLLM calls this when they are loaded, before it profiles
+        its memory."""
+        if self.weights is not None:
+            return
+        self.is_handed_latents = hasattr(layer, "hands_over_latents")
+        codec, weights = self.fold(layer_name, layer, LatentRowCodec)
+        assert isinstance(codec, LatentRowCodec)
+        self.kernels = self._kernels(codec, weights.constant)
+
+    def _kernels(self, codec: LatentRowCodec, constant: torch.Tensor | None) -> SparseLatentKernels:
+        if self.device.type != "cuda":
+            attention = PickAttention(ReferencePicks(codec, self.scale, constant), constant)
+            return SparseLatentKernels(
+                LatentStore(reference_latent_store(codec)), attention, ReferenceLatentPrefix(codec)
+            )
+        from ..triton_store import TritonLatentStore  # these import Triton, which the CPU platform may lack
+        from .picks_on_cuda import CudaPicks
+
+        config = self.config
+        picks = int(config.model_config.hf_text_config.index_topk)
+        sizes = picks, workspace_rows(config), config.scheduler_config.max_num_batched_tokens
+        kernels = CudaPicks(codec, self.num_heads, self.scale, constant, *sizes)
+        store = LatentStore(TritonLatentStore(codec))
+        page = torch.zeros(1, block_size_of(config), codec.slot_bytes, dtype=torch.uint8, device=self.device)
+        kernels.warm_up(store, page)
+        return SparseLatentKernels(store, PickAttention(kernels, constant), PickedPrefix(kernels))
+
+    def do_kv_cache_update(
+        self,
+        kv_c_normed: torch.Tensor,
+        k_pe: torch.Tensor,
+        kv_cache: torch.Tensor,
+        slot_mapping: torch.Tensor,
+        kv_cache_dtype: str,
+        k_scale: torch.Tensor,
+        skip_scale: bool = False,
+    ) -> None:
+        """Store a batch; see `PackedLatents`. A layer that does not hand over its latents stores and attends in turn,
+        so they are kept here; where the store is in a CUDA graph, later steps do not pass here."""
+        super().do_kv_cache_update(kv_c_normed, k_pe, kv_cache, slot_mapping, kv_cache_dtype, k_scale, skip_scale)
+        if not self.is_handed_latents:
+            self.new_latents = kv_c_normed, k_pe.flatten(1)
+
+    def forward_mha(self, *arguments: Any, **options: Any) -> None:
+        """Attend to a batch's prompts densely, by vLLM."""
+        super().forward_mha(*arguments, **options)
+        self.new_latents = None
+
+    def forward_mqa(
+        self,
+        q: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
+        kv_c_and_k_pe_cache: torch.Tensor,
+        attn_metadata: SparseLatentMetadata,
+        layer: Any,
+    ) -> tuple[torch.Tensor, None]:
+        """Attention of a batch's decodes, or of all of it, over picked latents.
+
+        Args:
+            q: [tokens, heads, rank], times the folded `W_UK_T`, and [tokens, heads, rope_dim]; or both side by side.
+            kv_c_and_k_pe_cache: uint8 [blocks, block_size, slot_bytes].
+
+        Returns:
+            [tokens, heads, rank] of the queries' dtype, to be multiplied by the folded `W_UV`, and no lse.
+        """
+        q_latent, q_rope = q if isinstance(q, tuple) else q.split([self.kv_lora_rank, self.qk_rope_head_dim], dim=-1)
+        new, self.new_latents = self.new_latents, None
+        buffer = self.topk_indices_buffer  # vLLM puts another in its place for drafts
+        assert buffer is not None and self.kernels is not None
+        picks = buffer[: len(q_latent)]
+        attention = self.kernels.attention
+        return attention.attend(attn_metadata, kv_c_and_k_pe_cache, (q_latent, q_rope), picks, new), None

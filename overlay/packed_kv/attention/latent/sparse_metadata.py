@@ -1,0 +1,140 @@
+"""Per-batch metadata of sparse attention over latents: vLLM's, with the prompts whose tokens read picks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+from vllm.config import VllmConfig
+from vllm.model_executor.layers.attention.sparse_mla_attention import (
+    SparseMLACommonMetadata,
+    SparseMLACommonMetadataBuilder,
+)
+from vllm.platforms import current_platform
+from vllm.v1.attention.backend import AttentionCGSupport, CommonAttentionMetadata
+from vllm.v1.kv_cache_interface import AttentionSpec
+
+from ...kernels.ahead import wait_for_all
+from ..metadata import check_batch
+
+WORKSPACE_CONTEXTS = 2
+"""Contexts of the model that the workspace holds where vLLM does not say (`sparse_mla_prefill_workspace_factor`)."""
+
+
+@dataclass(frozen=True)
+class PromptPart:
+    """Neighbouring prompts of a batch, whose tokens before the batch fit the workspace together.
+
+    `first`, `last`: their tokens in the batch, the last one not included. `stored_rows`: tokens before the batch.
+    `requests`, `positions`: int32 [stored_rows], rows of the batch's block table and positions of these, in order.
+    `first_own`, `stored_offset`, `own_offset`: int32 [last - first]; see `reference.sparse_latents.split_picks`. Rows
+    of their own tokens are counted from the first prompt of the batch.
+    """
+
+    first: int
+    last: int
+    stored_rows: int
+    requests: torch.Tensor
+    positions: torch.Tensor
+    first_own: torch.Tensor
+    stored_offset: torch.Tensor
+    own_offset: torch.Tensor
+
+
+@dataclass(kw_only=True)
+class SparseLatentMetadata(SparseMLACommonMetadata):
+    """vLLM's metadata. `prompts`: all but the batch's decodes, whether they read picks or everything."""
+
+    prompts: tuple[PromptPart, ...] = ()
+
+    def __post_init__(self) -> None:
+        pass  # vLLM's own allows three sizes
+
+
+def workspace_rows(config: VllmConfig) -> int:
+    """Rows of the workspace: of a few contexts of the model, as vLLM's own sparse attention over fp8 has."""
+    factor = getattr(config.attention_config, "sparse_mla_prefill_workspace_factor", None) or WORKSPACE_CONTEXTS
+    return config.model_config.max_model_len * factor
+
+
+class SparseLatentBuilder(SparseMLACommonMetadataBuilder[SparseLatentMetadata]):
+    """Builds `SparseLatentMetadata`. On CUDA, batches of decodes alone can be captured into CUDA graphs.
+
+    Its constructor returns once the layers' kernels are compiled, and raises what their compilation raises.
+    """
+
+    metadata_cls = SparseLatentMetadata
+
+    def __init__(
+        self, kv_cache_spec: AttentionSpec, layer_names: list[str], vllm_config: VllmConfig, device: torch.device
+    ) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        self._init_reorder_batch_threshold(1, supports_spec_as_decode=True)
+        self.most_rows = workspace_rows(vllm_config)
+        wait_for_all()
+
+    @classmethod
+    def get_cudagraph_support(cls, vllm_config: VllmConfig, kv_cache_spec: AttentionSpec) -> AttentionCGSupport:
+        """Batches of decodes, drafts included."""
+        return AttentionCGSupport.UNIFORM_BATCH if current_platform.is_cuda() else AttentionCGSupport.NEVER
+
+    def build(
+        self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
+    ) -> SparseLatentMetadata:
+        check_batch(self.vllm_config, common_attn_metadata)
+        metadata = super().build(common_prefix_len, common_attn_metadata, fast_build)
+        if metadata.num_prefills:
+            metadata.prompts = prompt_parts(metadata, common_attn_metadata, self.most_rows)
+        return metadata
+
+
+def prompt_parts(
+    metadata: SparseLatentMetadata, common: CommonAttentionMetadata, most_rows: int
+) -> tuple[PromptPart, ...]:
+    """The prompts of a batch, in parts of at most `most_rows` stored tokens, without a host sync."""
+    first = metadata.num_decodes
+    on_host = common.seq_lens_cpu_upper_bound  # exact for prompts
+    assert on_host is not None
+    query_starts = common.query_start_loc_cpu[first:].tolist()
+    contexts = [
+        seq_len - (stop - start)
+        for seq_len, (start, stop) in zip(on_host[first:].tolist(), pairwise(query_starts), strict=True)
+    ]
+    bounds, stored = [0], 0
+    for request, context in enumerate(contexts):
+        assert context <= most_rows, (context, most_rows)
+        if stored + context > most_rows:
+            bounds.append(request)
+            stored = 0
+        stored += context
+    bounds.append(len(contexts))
+    return tuple(
+        _part(metadata, common, first, low, high, sum(contexts[low:high]), query_starts)
+        for low, high in pairwise(bounds)
+    )
+
+
+def _part(
+    metadata: SparseLatentMetadata, common: CommonAttentionMetadata, first: int, low: int, high: int, stored_rows: int,
+    query_starts: list[int],
+) -> PromptPart:  # fmt: skip
+    """The prompts `low` .. `high` - 1, counted from the first one; `query_starts`: of prompts, on the host."""
+    starts = common.query_start_loc[first + low : first + high + 1]
+    context = common.seq_lens[first + low : first + high] - starts.diff()
+    ends = context.cumsum(0, dtype=torch.int32)
+    row_starts, own_offsets = ends - context, starts[:-1] - query_starts[0] - context
+    rows = torch.arange(stored_rows, dtype=torch.int32, device=starts.device)
+    request = torch.searchsorted(ends, rows, right=True, out_int32=True)
+    tokens = slice(query_starts[low], query_starts[high])
+    of_token = metadata.req_id_per_token[tokens].long() - (first + low)
+    return PromptPart(
+        first=tokens.start,
+        last=tokens.stop,
+        stored_rows=stored_rows,
+        requests=request + (first + low),
+        positions=rows - row_starts[request.long()],
+        first_own=context[of_token],
+        stored_offset=row_starts[of_token],
+        own_offset=own_offsets[of_token],
+    )

@@ -1,0 +1,136 @@
+"""Kernels around sparse attention over a prompt's picks: which are of the chunk, and the merge of both kinds.
+
+The reference is `reference/sparse_latents.py`.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from .. import power_of_2
+from ..checks import check_int32
+from .launch import Arguments, Launch, StepLaunch
+
+NO_LSE = tl.constexpr(float("-inf"))
+
+
+@triton.jit(do_not_specialize_on_alignment=["picks", "first_own", "stored_offset", "own_offset"])
+def _split_picks_kernel(
+    picks, first_own, stored_offset, own_offset, stored, stored_counts, own, own_counts,
+    PICKS: tl.constexpr, PADDED: tl.constexpr,
+):  # fmt: skip
+    """Deal a token's picks out to both kinds.
+
+    Grid: (tokens).
+
+    Args:
+        picks: int32 [tokens, PICKS], contiguous.
+        first_own, stored_offset, own_offset: int32 [tokens].
+        stored, own: int32 [tokens or more, PICKS], contiguous; rows, in the order of the picks, then -1.
+        stored_counts, own_counts: int32 [tokens or more], how many, but at least 1: attention reads a -1 then.
+    """
+    token, index = tl.program_id(0).to(tl.int64), tl.arange(0, PADDED)
+    pick = tl.load(picks + token * PICKS + index, mask=index < PICKS, other=-1)
+    first = tl.load(first_own + token)
+    is_own = pick >= first
+    is_stored = (pick >= 0) & (pick < first)
+    _store_kept(stored + token * PICKS, stored_counts + token, pick + tl.load(stored_offset + token), is_stored, PICKS)
+    _store_kept(own + token * PICKS, own_counts + token, pick + tl.load(own_offset + token), is_own, PICKS)
+
+
+@triton.jit
+def _store_kept(target, count, values, kept, PICKS: tl.constexpr):
+    """Store the values that are kept at the front of the PICKS at `target`, -1 behind, and their number at `count`."""
+    index = tl.arange(0, values.shape[0])
+    place, number = tl.cumsum(kept.to(tl.int32), 0) - 1, tl.sum(kept.to(tl.int32), 0)
+    tl.store(target + place, values, mask=kept)
+    tl.store(target + index, -1, mask=(index >= number) & (index < PICKS))
+    tl.store(count, tl.maximum(number, 1))
+
+
+class SplitPicksLaunch(Launch):
+    """`split_picks` of tokens with `picks` picks each. Called with picks, first_own, stored_offset and own_offset."""
+
+    def __init__(self, picks: int) -> None:
+        constants = {"PICKS": picks, "PADDED": power_of_2(picks)}
+        super().__init__(_split_picks_kernel, Arguments(), constants, num_warps=8)
+
+    @staticmethod
+    def step(
+        tokens: int, stored: torch.Tensor, stored_counts: torch.Tensor, own: torch.Tensor, own_counts: torch.Tensor
+    ) -> StepLaunch:
+        """`stored`, `own`: int32 [tokens or more, picks]; `stored_counts`, `own_counts`: int32 [tokens or more]."""
+        check_int32(stored, stored_counts, own, own_counts)
+        assert stored.is_contiguous() and own.is_contiguous(), (stored.stride(), own.stride())
+        return StepLaunch((tokens, 1, 1), Arguments(stored, stored_counts, own, own_counts))
+
+
+@triton.jit(do_not_specialize=["lse_stride", "picks"])
+def _merge_picks_kernel(
+    output, stored, own, stored_lse, stored_picks, own_lse, own_picks, lse_stride, picks, inverse_gain, constant,
+    token_stride, HEADS: tl.constexpr, RANK: tl.constexpr, HAS_STORED: tl.constexpr, HAS_CONSTANT: tl.constexpr,
+):  # fmt: skip
+    """Combine both kinds of a row.
+
+    Grid: (tokens times HEADS).
+
+    Args:
+        output: fp16, bf16 or fp32 [tokens, HEADS, RANK], contiguous; filled.
+        stored, own: of the same dtype, [tokens, HEADS or more, RANK], with `token_stride` (int32); of a token without
+            such picks anything. `stored` is read where HAS_STORED.
+        stored_lse, own_lse: fp32 [tokens, HEADS or more], natural, with `lse_stride`; likewise.
+        stored_picks, own_picks: int32 [tokens, picks] of the kernel above; picks: int32.
+        inverse_gain: fp32 [RANK]; constant: fp32 [RANK], added where HAS_CONSTANT.
+    """
+    row, channel = tl.program_id(0).to(tl.int64), tl.arange(0, RANK)
+    token, head = row // HEADS, row % HEADS
+    at = token * token_stride + head * RANK + channel
+    has_own = tl.load(own_picks + token * picks) >= 0
+    result = tl.where(has_own, tl.load(own + at).to(tl.float32), 0.0) * tl.load(inverse_gain + channel)
+    if HAS_STORED:
+        has_stored = tl.load(stored_picks + token * picks) >= 0
+        lse = tl.where(has_own, tl.load(own_lse + token * lse_stride + head), NO_LSE)
+        other_lse = tl.where(has_stored, tl.load(stored_lse + token * lse_stride + head), NO_LSE)
+        maximum = tl.maximum(tl.maximum(lse, other_lse), -1.0e30)
+        weight, other_weight = tl.exp(lse - maximum), tl.exp(other_lse - maximum)
+        other = tl.where(has_stored, tl.load(stored + at).to(tl.float32), 0.0)
+        result = (result * weight + other * other_weight) / tl.maximum(weight + other_weight, 1.0e-30)
+    if HAS_CONSTANT:
+        result += tl.load(constant + channel)
+    tl.store(output + row * RANK + channel, result.to(output.dtype.element_ty))
+
+
+class MergePicksLaunch(Launch):
+    """`merge` for layers with this `inverse_gain` and `constant`, fp32 [rank] or None. Called with the output [tokens,
+    heads, rank] and attention over both kinds, [tokens, padded heads, rank], contiguous; without `has_stored`, with
+    that over the chunk twice."""
+
+    def __init__(
+        self,
+        inverse_gain: torch.Tensor,
+        constant: torch.Tensor | None,
+        heads: int,
+        padded_heads: int,
+        *,
+        has_stored: bool,
+    ) -> None:
+        rank = len(inverse_gain)
+        of_constant = inverse_gain if constant is None else constant
+        super().__init__(
+            _merge_picks_kernel,
+            Arguments(inverse_gain, of_constant, padded_heads * rank),
+            dict(HEADS=heads, RANK=rank, HAS_STORED=has_stored, HAS_CONSTANT=constant is not None),
+            num_warps=2,
+        )
+
+    @staticmethod
+    def step(
+        tokens: int, heads: int, stored: tuple[torch.Tensor, torch.Tensor], own: tuple[torch.Tensor, torch.Tensor]
+    ) -> StepLaunch:
+        """`stored`, `own`: lse fp32 [tokens, padded heads], and rows of `SplitPicksLaunch`, int32 [tokens, picks]."""
+        for mine, other in zip(stored, own, strict=True):
+            assert mine.stride() == other.stride() and other.stride(1) == 1, (mine.stride(), other.stride())
+        strides = (x.stride(0) for x in own)
+        return StepLaunch((tokens * heads, 1, 1), Arguments(*stored, *own, *strides))

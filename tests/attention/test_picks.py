@@ -1,0 +1,102 @@
+"""Sparse attention over latents of a layer: decodes, drafts, new prompts and prompts that continue, in one batch.
+
+On a GPU the kernels of CUDA run, whose attention is vLLM's FlashMLA; else PyTorch's.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from packed_kv.attention.latent.picks import PickAttention, PickKernels, ReferencePicks
+from packed_kv.codecs.latent_rows import LatentRowCodec
+from packed_kv.layout import ROW_TOKENS
+from sparse_batches import BLOCK_SIZE, DECODES, DEVICE, ON_CUDA, PICKS, SCALE, Batch, codec_of, relative_rms
+
+
+def kernels_of(codec: LatentRowCodec, heads: int, constant: torch.Tensor | None, most_rows: int) -> PickKernels:
+    if not ON_CUDA:
+        return ReferencePicks(codec, SCALE, constant)
+    from packed_kv.attention.latent.picks_on_cuda import CudaPicks
+    from vllm.v1.worker.workspace import init_workspace_manager, is_workspace_manager_initialized
+
+    if not is_workspace_manager_initialized():
+        init_workspace_manager(torch.device(DEVICE))
+    return CudaPicks(codec, heads, SCALE, constant, PICKS, max(most_rows, 4 * PICKS), 512)
+
+
+@pytest.mark.parametrize("most_rows", [120, 400], ids=["in parts", "at once"])
+@pytest.mark.parametrize(("name", "heads"), [("tq4", 16), ("turboquant25", 5), ("tq3", 3)])
+def test_a_batch(name: str, heads: int, most_rows: int) -> None:
+    """The constant, V's gain for stored latents alone, and prompts whose contexts do not fit the workspace together."""
+    codec = codec_of(name)
+    batch, constant = Batch(codec, heads, most_rows), codec.output_constant()
+    assert len(batch.metadata.prompts) == (2 if most_rows == 120 else 1)
+    assert sum(part.stored_rows for part in batch.metadata.prompts) == 100 + 64
+    attention = PickAttention(kernels_of(codec, heads, constant, most_rows), constant)
+    found = attention.attend(batch.metadata, batch.cache, batch.queries, batch.picks, batch.new)
+    expected = batch.expected(constant)
+    there = (batch.picks >= 0).any(1)
+    error = relative_rms(found[there], expected[there])
+    prompts = slice(batch.metadata.num_decode_tokens, None)
+    print(f"relative RMS error {error:.1e}; of prompts {relative_rms(found[prompts], expected[prompts]):.1e}")
+    assert error < (1e-2 if ON_CUDA else 1e-5)
+    assert relative_rms(found[prompts], expected[prompts]) < (1e-2 if ON_CUDA else 1e-5)
+
+
+def test_decodes_alone_look_at_no_new_latents() -> None:
+    codec = codec_of("tq4")
+    batch = Batch(codec, 16, 400)
+    decodes = batch.metadata.num_decode_tokens
+    attention = PickAttention(kernels_of(codec, 16, None, 400), None)
+    queries = tuple(x[:decodes] for x in batch.queries)
+    found = attention.attend(batch.metadata, batch.cache, queries, batch.picks[:decodes], None)
+    expected = batch.expected(None)[:decodes]
+    assert relative_rms(found[[0, 2, 3]], expected[[0, 2, 3]]) < (1e-2 if ON_CUDA else 1e-5)
+    with pytest.raises(AssertionError, match="prompts without their latents"):
+        attention.attend(batch.metadata, batch.cache, batch.queries, batch.picks, None)
+
+
+@pytest.mark.skipif(not ON_CUDA, reason="needs a CUDA device")
+def test_store_and_decodes_in_a_graph() -> None:
+    """Replays with other slots, padded ones among them, other picks and other pages give what eager launches give."""
+    from packed_kv.attention.protocols import NewTokens
+    from packed_kv.attention.triton_store import TritonLatentStore
+
+    codec = codec_of("tq4")
+    batch = Batch(codec, 16, 400)
+    kernels, store = kernels_of(codec, 16, None, 400), TritonLatentStore(codec)
+    attention, tokens = PickAttention(kernels, None), batch.metadata.num_decode_tokens
+    slots = torch.full((tokens,), -1, dtype=torch.int64, device=DEVICE)
+    picks = batch.picks[:tokens].clone()
+    queries = tuple(x[:tokens].contiguous() for x in batch.queries)
+    latent, rope = (x[:tokens].contiguous() for x in batch.new)
+
+    def step() -> torch.Tensor:
+        store.write(store.prepare(NewTokens(slots)), batch.cache, latent, rope)
+        return attention.attend(batch.metadata, batch.cache, queries, picks, None)
+
+    before = batch.cache.clone()
+    step()
+    torch.cuda.synchronize()
+    assert torch.equal(batch.cache, before), "padded slots stored something"
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        output = step()
+    free = int(batch.table[-1, -1])  # a block that no request has
+    slots.copy_(torch.tensor([free * BLOCK_SIZE + 5, -1, free * BLOCK_SIZE + 63, -1]))
+    batch.metadata.block_table[0, 0] = free
+    picks[0] = torch.where(torch.arange(PICKS, device=DEVICE) < 70, torch.tensor(63, device=DEVICE), -1)
+    picks[0, :2] = torch.tensor([5, 100])
+    for x in (*queries, latent):
+        x.mul_(-0.7)
+    graph.replay()
+    found = output[[0, 2, 3]].clone()
+    codec.write(before, slots, latent, rope)
+    assert torch.equal(batch.cache, before)
+    eager = step()[[0, 2, 3]]
+    assert torch.equal(found, eager) and found.isfinite().all()
+
+
+def test_rows_of_a_warp() -> None:
+    """A tile of the gather kernel is whole warps of 8 tokens; else the tests above would not cross one."""
+    assert ROW_TOKENS == 8 and sum(count for _, count in DECODES) * PICKS > 4 * ROW_TOKENS

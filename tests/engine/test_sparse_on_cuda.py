@@ -1,0 +1,167 @@
+"""Sparse attention over latents on CUDA: a cut DeepSeek V3.2 with the attention of a rank of eight, random weights.
+
+vLLM 0.33.0 with its patches, on Hopper. The indexer is PyTorch's, with exact picks, but with `PACKED_KV_INDEXER=vllm`
+vLLM's own, which needs DeepGEMM and nvcc. CI has no GPU; `scripts/gpu_tests.sh` does not run these by default, as the
+engines of other tests need neither: `python3 -m pytest tests/engine/test_sparse_on_cuda.py`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import pytest
+import sparse_models
+import torch
+from harness import engine, kv_tokens, mean_kl, scheduler, teacher_forced_logits
+from packed_kv.attention.latent.in_pytorch import ReferenceLatentPrefix
+from packed_kv.attention.latent.picks import PickAttention, ReferencePicks
+from packed_kv.attention.latent.picks_on_cuda import CudaPicks
+from packed_kv.attention.latent.sparse_impl import SparseLatentKernels
+from packed_kv.attention.store import LatentStore, reference_latent_store
+from packed_kv.engine import capacity
+from packed_kv_quality.engines import attention_layers
+from vllm import LLM, SamplingParams
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+TOKEN_IDS = torch.randint(2, 1024, (2300,), generator=torch.Generator().manual_seed(1)).tolist()
+SAMPLING = SamplingParams(max_tokens=24, temperature=0, ignore_eos=True, detokenize=False)
+LENGTHS = (3, 64, 700, 2047, 2048, 2049, 2200)
+MEMORY = 512 << 20
+NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
+
+
+@pytest.fixture
+def cut_engine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable:
+    if os.environ.get("PACKED_KV_INDEXER") != "vllm":
+        sparse_models.install_on_cuda(monkeypatch)
+    sparse_models.random_weights(monkeypatch)
+    return partial(
+        engine, sparse_models.save_cut(tmp_path / "cut"), dtype="bfloat16", load_format="dummy",
+        skip_tokenizer_init=True, max_model_len=4096, max_num_seqs=8, max_num_batched_tokens=4096, block_size=64,
+        kv_cache_memory_bytes=MEMORY, gpu_memory_utilization=0.5,
+    )  # fmt: skip
+
+
+def greedy(llm: LLM, lengths: tuple[int, ...] = LENGTHS) -> list[tuple[list[int], int]]:
+    """Greedy tokens, and tokens found in the cache, of prompts that run together."""
+    prompts = [{"prompt_token_ids": [length % 997 + 2, *TOKEN_IDS[: length - 1]]} for length in lengths]
+    results = llm.generate(prompts, SAMPLING, use_tqdm=False)
+    return [(list(result.outputs[0].token_ids), result.num_cached_tokens) for result in results]
+
+
+def graphs(mode: str, tokens_each: int = 1) -> dict:
+    sizes = [tokens_each * n for n in (1, 2, 4, 8)]
+    return {
+        "enforce_eager": False,
+        "compilation_config": {"mode": 0, "cudagraph_mode": mode, "cudagraph_capture_sizes": sizes},
+    }
+
+
+def in_pytorch(llm: LLM) -> None:
+    """Let the layers store, gather and attend in PyTorch."""
+    for layer in attention_layers(llm):
+        impl = layer.impl
+        kernels = impl.kernels.attention.kernels
+        assert isinstance(kernels, CudaPicks)
+        codec, constant = kernels.codec, kernels.constant
+        attention = PickAttention(ReferencePicks(codec, impl.scale, constant), constant)
+        store, prefix = LatentStore(reference_latent_store(codec)), ReferenceLatentPrefix(codec)
+        impl.kernels = SparseLatentKernels(store, attention, prefix)
+
+
+@pytest.mark.parametrize(("name", "rope_bits"), [("tq4", 16), ("turboquant25", 8)])
+def test_logits_are_those_of_pytorch(name: str, rope_bits: int, cut_engine) -> None:
+    """Decodes, whole prompts past `index_topk`, and chunks: dense ones, and then those behind stored tokens."""
+    options = {"packed_kv": {"latent_rope_bits": rope_bits}}
+    found = []
+    for by_reference in (False, True):
+        with cut_engine(name, additional_config=options) as llm:
+            assert all(layer.impl.is_sparse for layer in attention_layers(llm))
+            if by_reference:
+                in_pytorch(llm)
+            logits = {chunk: teacher_forced_logits(llm, TOKEN_IDS, chunk).cpu() for chunk in (2300, 700)}
+            scheduler(llm).reset_prefix_cache()
+            logits[1] = teacher_forced_logits(llm, TOKEN_IDS[:200], 1).cpu()
+            found.append(logits)
+    ours, expected = found
+    loss = mean_kl(expected[2300][:200], expected[1])
+    errors = {chunk: mean_kl(expected[chunk], ours[chunk]) for chunk in ours}
+    past = mean_kl(expected[700][2048:], ours[700][2048:])
+    print(f"{name}: KL from PyTorch's by chunk {errors}, past index_topk {past:.1e}; the codec costs {loss:.4f}")
+    assert all(error < loss / 5 for error in errors.values()) and past < loss / 5
+
+
+def test_decodes_past_index_topk(cut_engine) -> None:
+    """Decodes that leave tokens out, against PyTorch's: log-probabilities of the same tokens."""
+    sampling = SamplingParams(max_tokens=40, temperature=0, ignore_eos=True, detokenize=False, logprobs=0)
+    found = []
+    for by_reference in (False, True):
+        with cut_engine("tq4") as llm:
+            if by_reference:
+                in_pytorch(llm)
+            (result,) = llm.generate({"prompt_token_ids": TOKEN_IDS}, sampling, use_tqdm=False)
+            tokens = list(result.outputs[0].token_ids)
+            logprobs = [row[token].logprob for row, token in zip(result.outputs[0].logprobs, tokens, strict=True)]
+            found.append((tokens, torch.tensor(logprobs)))
+    same = next((i for i, pair in enumerate(zip(found[0][0], found[1][0], strict=True)) if pair[0] != pair[1]), 40)
+    apart = (found[0][1][:same] - found[1][1][:same]).abs().mean().item() if same else float("inf")
+    print(f"{same} of 40 tokens alike; log-probabilities of these differ by {apart:.1e}")
+    assert same >= 5 and apart < 0.1
+
+
+@pytest.mark.parametrize("mode", ["FULL_DECODE_ONLY", "FULL_AND_PIECEWISE"])
+def test_graphs_give_eager_tokens(mode: str, cut_engine) -> None:
+    """Random weights make some tokens all but equally likely, so one request of seven may differ."""
+    with cut_engine("tq4") as llm:
+        eager = greedy(llm)
+    with cut_engine("tq4", **graphs(mode)) as llm:
+        captured = greedy(llm)
+        again = greedy(llm)
+    same = sum(ours[0] == expected[0] for ours, expected in zip(captured, eager, strict=True))
+    print(f"{mode}: {same} of {len(eager)} requests alike; cached {[cached for _, cached in again]}")
+    assert same >= len(eager) - 1
+    assert all(cached >= (length - 1) // 64 * 64 for (_, cached), length in zip(again, LENGTHS, strict=True))
+
+
+def test_drafts_in_graphs(cut_engine) -> None:
+    with cut_engine("tq4") as llm:
+        plain = greedy(llm)
+    with cut_engine("tq4", speculative_config=NGRAM, **graphs("FULL_DECODE_ONLY", 4)) as llm:
+        drafted = greedy(llm)
+    same = sum(ours[0] == expected[0] for ours, expected in zip(drafted, plain, strict=True))
+    print(f"{same} of {len(plain)} requests alike")
+    assert same >= len(plain) - 2
+
+
+def test_shared_picks_in_graphs(cut_engine, tmp_path: Path) -> None:
+    """A layer without an indexer reads the picks of the one before it, as most of GLM-5.2's do."""
+    changed = {"num_hidden_layers": 4, "first_k_dense_replace": 4, "index_topk_freq": 4}
+    model = sparse_models.save_cut(tmp_path / "shared", **changed)
+    start = partial(engine, model, **{k: v for k, v in cut_engine.keywords.items()})
+    with start("tq4") as llm:
+        eager = greedy(llm)
+        indexers = [getattr(layer, "indexer", None) is not None for layer in attention_layers(llm)]
+        assert sorted(indexers) == [False, False, True, True]
+        assert capacity.bytes_per_token(llm.llm_engine.vllm_config)[0] == 4 * 400 + 2 * 132
+    with start("tq4", **graphs("FULL_DECODE_ONLY")) as llm:
+        captured = greedy(llm)
+    same = sum(ours[0] == expected[0] for ours, expected in zip(captured, eager, strict=True))
+    print(f"{same} of {len(eager)} requests alike")
+    assert same >= len(eager) - 1
+
+
+def test_tokens_against_fp8(cut_engine) -> None:
+    """KV tokens that the cache holds, by vLLM's count: the formula within 1 %."""
+    held = {}
+    for name, rope_bits in (("fp8", 16), ("tq4", 16), ("tq4", 8), ("tq3", 8)):
+        options = {"packed_kv": {"latent_rope_bits": rope_bits}}
+        with cut_engine(name, additional_config=options) as llm:
+            held[name, rope_bits] = kv_tokens(llm)
+    ratios = {key: tokens / held["fp8", 16] for key, tokens in held.items()}
+    print(f"tokens, times fp8_ds_mla's: {ratios}")
+    for key, row in ((("tq4", 16), 400), (("tq4", 8), 352), (("tq3", 8), 288)):
+        assert ratios[key] == pytest.approx((656 + 132) / (row + 132), rel=0.01)

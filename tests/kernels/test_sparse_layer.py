@@ -1,0 +1,121 @@
+"""Sparse attention of a layer by the kernels of CUDA. FlashMLA, vLLM's, is emulated where there is no GPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from packed_kv.attention.latent import picks_on_cuda
+from packed_kv.attention.latent.in_pytorch import PrefixChunk, ReferenceLatentPrefix
+from packed_kv.attention.latent.picks import PickAttention
+from packed_kv.attention.latent.picks_on_cuda import HEADS, CudaPicks, padded_heads
+from packed_kv.attention.latent.sparse_impl import PickedPrefix
+from packed_kv.attention.store import LatentStore
+from packed_kv.attention.triton_store import TritonLatentStore
+from packed_kv.codecs.latent_rows import LatentRowCodec
+from packed_kv.reference.sparse_latents import attend_picks
+from sparse_batches import BLOCK_SIZE, DEVICE, ON_CUDA, PICKS, SCALE, Batch, codec_of, relative_rms
+from test_shares import Workspace
+
+TOLERANCE = 1e-2 if ON_CUDA else 2e-2
+"""Relative RMS error of bf16 rows, weights and results; Triton's interpreter truncates where a GPU rounds."""
+
+
+def emulated_flash(
+    q: torch.Tensor, kv: torch.Tensor, indices: torch.Tensor, sm_scale: float, *, topk_length: Any, out: torch.Tensor
+) -> tuple[torch.Tensor, None, torch.Tensor]:
+    """`flash_mla_sparse_fwd` of vLLM 0.33.0, with what it asks of its arguments; what it does not promise is NaN."""
+    tokens, heads, width = q.shape
+    assert q.dtype == kv.dtype == out.dtype == torch.bfloat16 and indices.dtype == torch.int32
+    assert heads in HEADS[9] and width == 576 and kv.shape[1:] == (1, 576) and indices.shape == (tokens, 1, PICKS)
+    assert all(x.is_contiguous() for x in (q, kv, indices, out)) and out.shape == (tokens, heads, 512)
+    picks = indices[:, 0].clone()
+    assert picks.max() < len(kv)
+    if topk_length is not None:
+        assert topk_length.dtype == torch.int32 and topk_length.shape == (tokens,) and topk_length.min() > 0
+        picks[torch.arange(PICKS) >= topk_length[:, None]] = -1
+        assert torch.equal(picks, indices[:, 0]), "picks behind their number"
+    found, lse = attend_picks(kv[:, 0], picks, q[..., :512], q[..., 512:], sm_scale)
+    empty = (picks < 0).all(1)
+    found[empty], lse[empty] = float("nan"), float("nan")
+    out.copy_(found)
+    return out, None, lse
+
+
+@pytest.fixture(autouse=True)
+def _machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    workspace = Workspace()
+    monkeypatch.setattr(picks_on_cuda, "current_workspace_manager", lambda: workspace)
+    if not ON_CUDA:
+        monkeypatch.setattr(picks_on_cuda, "flash_mla_sparse_fwd", emulated_flash)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: (9, 0))
+
+
+def kernels_of(codec: LatentRowCodec, heads: int, most_rows: int = 400) -> CudaPicks:
+    return CudaPicks(codec, heads, SCALE, codec.output_constant(), PICKS, max(most_rows, 4 * PICKS), 512)
+
+
+@pytest.mark.parametrize("most_rows", [120, 400], ids=["in parts", "at once"])
+@pytest.mark.parametrize(("name", "heads"), [("tq4", 16), ("turboquant25", 5)])
+def test_a_batch(name: str, heads: int, most_rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also in slices of 16 query tokens."""
+    monkeypatch.setattr(picks_on_cuda, "SLICE_TOKENS", 16)
+    codec = codec_of(name)
+    batch, kernels = Batch(codec, heads, most_rows), kernels_of(codec, heads, most_rows)
+    assert (len(batch.metadata.prompts), kernels.most_tokens(1)) == (2 if most_rows == 120 else 1, 16)
+    attention = PickAttention(kernels, codec.output_constant())
+    found = attention.attend(batch.metadata, batch.cache, batch.queries, batch.picks, batch.new)
+    expected, there = batch.expected(codec.output_constant()), (batch.picks >= 0).any(1)
+    prompts = slice(batch.metadata.num_decode_tokens, None)
+    errors = [relative_rms(found[rows], expected[rows]) for rows in (there, prompts)]
+    print(f"relative RMS error {errors}")
+    assert max(errors) < TOLERANCE
+
+
+def test_prefixes() -> None:
+    """Prefixes of dense prompts, of more tokens than the workspace has rows, by the kernel that gathers picks."""
+    codec = codec_of("tq4")
+    batch, kernels = Batch(codec, 16, 400), kernels_of(codec, 16, 100)
+    starts, counts = torch.tensor([0, 64, 16]), torch.tensor([150, 6, 20])
+    ends = torch.cat((torch.zeros(1, dtype=torch.int64), counts)).cumsum(0).to(DEVICE, torch.int32)
+    chunk = PrefixChunk(starts.to(DEVICE, torch.int32), ends, 150, counts)
+    rows, expected = torch.full((2, 176, 576), float("nan"), dtype=torch.float16, device=DEVICE)
+    table = batch.metadata.block_table[[0, 1, 3]]
+    PickedPrefix(kernels).gather(batch.cache, table, chunk, rows)
+    ReferenceLatentPrefix(codec).gather(batch.cache, table, chunk, expected)
+    assert torch.equal(rows, expected)
+
+
+def test_the_warm_up_notes_what_steps_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Variants that a step asks for are those that were noted."""
+    from packed_kv.kernels.ahead import Ahead
+    from packed_kv.kernels.triton.launch import Launch
+
+    codec = codec_of("tq4")
+    kernels, store = kernels_of(codec, 16), LatentStore(TritonLatentStore(codec))
+    noted: set[Any] = set()
+    monkeypatch.setattr(Ahead, "note", lambda _ahead, variant, _compile: noted.add(variant))
+    page = torch.zeros(1, BLOCK_SIZE, codec.slot_bytes, dtype=torch.uint8, device=DEVICE)
+    kernels.warm_up(store, page)
+    assert len(noted) == 6, "store, picks, prefixes, split, merge of one kind and of both"
+    launched: set[Any] = set()
+    call = Launch.__call__
+
+    def remember(launch: Launch, grid: Any, tensors: Any, arguments: Any) -> None:
+        launched.add(launch.variant(tensors, arguments))
+        call(launch, grid, tensors, arguments)
+
+    monkeypatch.setattr(Launch, "__call__", remember)
+    batch = Batch(codec, 16, 400)
+    new = tuple(x.bfloat16() for x in batch.new)
+    slots = torch.full((len(batch.picks),), -1, dtype=torch.int64, device=DEVICE)
+    store.store(batch.cache, slots, *new, None, None)
+    attention = PickAttention(kernels, codec.output_constant())
+    attention.attend(batch.metadata, batch.cache, batch.queries, batch.picks, new)
+    assert launched <= noted and len(launched) == 5
+
+
+def test_padded_heads() -> None:
+    assert [padded_heads(n, 9) for n in (1, 8, 12, 16, 33, 128)] == [8, 8, 16, 16, 64, 128]
+    assert [padded_heads(n, 10) for n in (8, 65)] == [64, 128]

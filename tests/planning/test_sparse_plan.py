@@ -1,0 +1,90 @@
+"""The plan of models of sparse attention over latents: rows, index keys, and figures against vLLM's fp8_ds_mla."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from packed_kv.commands import plan
+from packed_kv.formats import FORMATS
+from packed_kv.model_shape import DENSE, FP8, index_bytes, parse
+from packed_kv.planning.cache import Serving, bytes_per_token, capacity, recent_window
+from packed_kv.refusals import refusals_of_model
+
+LATENTS = {
+    "kv_lora_rank": 512, "qk_rope_head_dim": 64, "q_lora_rank": 1536, "v_head_dim": 128, "index_topk": 2048,
+    "index_head_dim": 128, "max_position_embeddings": 163840,
+}  # fmt: skip
+V32 = {
+    **LATENTS, "architectures": ["DeepseekV32ForCausalLM"], "model_type": "deepseek_v32", "num_hidden_layers": 61,
+    "hidden_size": 7168, "intermediate_size": 18432, "num_attention_heads": 128, "qk_nope_head_dim": 128,
+    "vocab_size": 129280, "n_routed_experts": 256, "moe_intermediate_size": 2048, "first_k_dense_replace": 3,
+    "n_shared_experts": 1, "num_experts_per_tok": 8,
+}  # fmt: skip
+GLM = {
+    **V32, "architectures": ["GlmMoeDsaForCausalLM"], "model_type": "glm_moe_dsa", "num_hidden_layers": 78,
+    "hidden_size": 6144, "num_attention_heads": 64, "qk_nope_head_dim": 192, "v_head_dim": 256,
+    "index_topk_freq": 4, "index_skip_topk_offset": 3,
+}  # fmt: skip
+"""GLM-5.2: its first three layers have an indexer, then every fourth."""
+SERVING, MEMORY = Serving(32768, in_flight_tokens=16384), 45 * 10**9
+FIGURES = [("tq4", 16, 1.48, 1.59), ("tq4", 8, 1.63, 1.78), ("tq3", 8, 1.88, 2.14)]
+"""Dtype, bits of RoPE, and tokens in times fp8_ds_mla's, of V3.2 and GLM-5.2."""
+
+
+def shape(config: dict[str, Any], rope_bits: int = 16):
+    return parse(config, "model", ranks=8).with_rope_bits(rope_bits)
+
+
+def test_index_sharing() -> None:
+    assert [index_bytes(V32, i) for i in range(61)] == [132] * 61
+    with_keys = [i for i in range(78) if index_bytes(GLM, i)]
+    assert with_keys == [0, 1, 2, *range(6, 78, 4)] and len(with_keys) == 21
+    assert [index_bytes({"index_topk_pattern": "FSSF"}, i) for i in range(5)] == [132, 0, 0, 132, 132]
+
+
+@pytest.mark.parametrize(("dtype", "rope_bits", "of_v32", "of_glm"), FIGURES)
+def test_tokens_against_fp8(dtype: str, rope_bits: int, of_v32: float, of_glm: float) -> None:
+    for config, figure in ((V32, of_v32), (GLM, of_glm)):
+        model = shape(config, rope_bits)
+        stored, of_fp8 = (bytes_per_token(model, name, SERVING) for name in (dtype, FP8))
+        assert of_fp8 / stored == pytest.approx(figure, rel=0.005)
+        tokens, fp8_tokens = (capacity(model, name, SERVING, MEMORY).tokens for name in (dtype, FP8))
+        assert tokens / fp8_tokens == pytest.approx(figure, rel=0.01)
+        assert tokens == pytest.approx(MEMORY / stored, rel=0.01)
+
+
+def test_bytes_of_a_token() -> None:
+    model = shape(V32)
+    row = FORMATS["tq4"].latent_bytes(512, 64)
+    found = [bytes_per_token(model, name, SERVING) for name in (DENSE, FP8, "tq4")]
+    assert found == [61 * (size + 132) for size in (1152, 656, row)]
+    assert recent_window(model, "tq4", SERVING)[1].startswith("sparse attention (its layers read picked tokens")
+
+
+@pytest.mark.parametrize("config", [V32, GLM], ids=["V3.2", "GLM-5.2"])
+def test_plan_says_it(
+    config: dict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(plan, "installed_vllm", lambda: "0.33.0")
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    options = ["--gpu", "H200", "--tensor-parallel", "8", "--weights", "fp8"]
+    assert plan.main([str(tmp_path), *options]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    layers = 61 if config is V32 else 21
+    assert f"index keys of 132 bytes a token in {layers} of {config['num_hidden_layers']} layers" in said
+    assert "blocks of 64 tokens" in said and "by estimate" in said
+
+
+@pytest.mark.parametrize(("version", "is_refused"), [("0.32.0", True), ("0.33.0", False), ("0.32.0+cpu", False)])
+def test_versions(version: str, is_refused: bool) -> None:
+    refused = [refusal.sentence("tq4") for refusal in refusals_of_model(V32, shape(V32), version)]
+    assert refused == [] if not is_refused else "sparse attention with this vLLM: 0.32.0, whose" in refused[0]
+
+
+def test_sizes() -> None:
+    for changed in ({"kv_lora_rank": 256}, {"qk_rope_head_dim": 32}):
+        (refused,) = refusals_of_model({**V32, **changed})
+        assert "sparse attention over latents of this size" in refused.sentence("tq4")

@@ -1,0 +1,108 @@
+"""A batch of sparse attention over latents: decodes, drafts, new prompts and prompts that continue.
+
+Truth is one softmax over all picks of a token, in which a chunk's own latents are as the model has them.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from packed_kv.attention.latent.sparse_metadata import prompt_parts
+from packed_kv.channel_calibration import ChannelCalibration
+from packed_kv.codecs.latent_rows import LatentRowCodec
+from packed_kv.formats import FORMATS
+
+ON_CUDA = torch.cuda.is_available()
+DEVICE, DTYPE = ("cuda", torch.bfloat16) if ON_CUDA else ("cpu", torch.float32)
+PICKS = 128 if ON_CUDA else 24
+BLOCK_SIZE, SCALE = 64, 0.06
+DECODES, PROMPTS = ((150, 1), (70, 3)), ((40, 40), (160, 60), (69, 5), (30, 30))
+"""Tokens of a request, and how many of them are of this batch."""
+
+
+def codec_of(name: str) -> LatentRowCodec:
+    random = torch.Generator().manual_seed(0)
+    mean, scale = torch.randn(2, 512, generator=random)
+    return LatentRowCodec(
+        FORMATS[name], 512, 64, DEVICE, ChannelCalibration(mean=mean, scale=(0.3 * scale).exp()), rope_bits=16
+    )  # fmt: skip
+
+
+class Batch:
+    """A batch of `DECODES` and `PROMPTS` over filled pages, with picks at random; and what is true of it."""
+
+    def __init__(self, codec: LatentRowCodec, heads: int, most_rows: int) -> None:
+        self.codec, random = codec, torch.Generator().manual_seed(1)
+        requests = DECODES + PROMPTS
+        starts = torch.tensor([0, *(count for _, count in requests)]).cumsum(0).to(torch.int32)
+        seq_lens = torch.tensor([seq_len for seq_len, _ in requests], dtype=torch.int32)
+        blocks = [-(-seq_len // BLOCK_SIZE) for seq_len, _ in requests]
+        order = torch.randperm(sum(blocks) + 2, generator=random).to(torch.int32)
+        table = torch.full((len(requests), max(blocks)), len(order) - 1, dtype=torch.int32)
+        for i, count in enumerate(blocks):
+            table[i, :count] = order[sum(blocks[:i]) :][:count]
+        whole = torch.full((len(order), BLOCK_SIZE * (codec.slot_bytes + 132)), 0xFF, dtype=torch.uint8)
+        pages = whole.to(DEVICE)[:, : BLOCK_SIZE * codec.slot_bytes]
+        self.cache = pages.unflatten(1, (BLOCK_SIZE, codec.slot_bytes))
+        self.latents = [
+            [torch.randn(seq_len, n, generator=random).to(DEVICE, DTYPE) for n in (512, 64)] for seq_len, _ in requests
+        ]
+        for i, (latent, rope) in enumerate(self.latents):
+            at = torch.arange(len(latent))
+            slots = table[i, at // BLOCK_SIZE].long() * BLOCK_SIZE + at % BLOCK_SIZE
+            codec.write(self.cache, slots.to(DEVICE), latent, rope)
+        tokens = int(starts[-1])
+        self.picks = torch.full((tokens, PICKS), -1, dtype=torch.int32)
+        for (seq_len, count), first in zip(requests, starts[:-1].tolist(), strict=True):
+            for token in range(count):
+                seen = seq_len - count + token + 1
+                chosen = torch.randperm(seen, generator=random)[:PICKS]
+                self.picks[first + token, : len(chosen)] = chosen
+        self.picks[1] = -1  # as of a padded token
+        self.new = tuple(
+            torch.cat([pair[part][-count:] for pair, (_, count) in zip(self.latents, requests, strict=True)])
+            for part in (0, 1)
+        )
+        self.queries = tuple(torch.randn(tokens, heads, n, generator=random).to(DEVICE, DTYPE) for n in (512, 64))
+        of_request = torch.arange(len(requests), dtype=torch.int32).repeat_interleave(starts.diff().long())
+        common: Any = SimpleNamespace(
+            seq_lens=seq_lens.to(DEVICE), seq_lens_cpu_upper_bound=seq_lens,
+            query_start_loc=starts.to(DEVICE), query_start_loc_cpu=starts,
+        )  # fmt: skip
+        self.metadata: Any = SimpleNamespace(
+            num_decodes=len(DECODES), num_decode_tokens=sum(count for _, count in DECODES),
+            block_table=table.to(DEVICE), req_id_per_token=of_request.to(DEVICE),
+        )  # fmt: skip
+        self.metadata.prompts = prompt_parts(self.metadata, common, most_rows)
+        self.starts, self.seq_lens, self.table = starts.tolist(), seq_lens.tolist(), table
+        self.picks = self.picks.to(DEVICE)
+
+    def expected(self, constant: torch.Tensor | None) -> torch.Tensor:
+        """fp32 [tokens, heads, 512]; rows without picks are the constant."""
+        codec, found = self.codec, []
+        for i, (first, last) in enumerate(pairwise(self.starts)):
+            latent, rope = self.latents[i]
+            at = torch.arange(self.seq_lens[i])
+            slots = self.table[i, at // BLOCK_SIZE].long() * BLOCK_SIZE + at % BLOCK_SIZE
+            key, key_rope = (x.clone() for x in codec.read_slots(self.cache, slots.to(DEVICE)))
+            value = key.clone()
+            if i >= len(DECODES):
+                context = self.seq_lens[i] - (last - first)
+                raw = codec.latent.prepare(latent[context:])
+                key[context:], key_rope[context:] = raw, rope[context:].float()
+                value[context:] = raw / codec.value_gain()
+            whole = torch.cat((key, key_rope), dim=-1)
+            for token in range(first, last):
+                picked = self.picks[token][self.picks[token] >= 0].long()
+                query = torch.cat([x[token].float() for x in self.queries], dim=-1)
+                weights = (query @ whole[picked].T * SCALE).softmax(-1)
+                found.append(weights @ value[picked])
+        output = torch.stack(found)
+        return output if constant is None else output + constant
+
+
+def relative_rms(found: torch.Tensor, expected: torch.Tensor) -> float:
+    return ((found.float() - expected).square().mean() / expected.square().mean()).sqrt().item()
