@@ -6,6 +6,7 @@ import multiprocessing
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import sparse_models
@@ -21,7 +22,7 @@ from harness import (
     scheduler,
     teacher_forced_logits,
 )
-from packed_kv.engine import capacity
+from packed_kv.engine import capacity, registration
 from packed_kv.formats import FORMATS
 from packed_kv.sharing import fingerprint
 from packed_kv.window.layer import WindowLayer
@@ -83,7 +84,11 @@ def test_the_null_codec_is_exact(model: str, tiny_engine, monkeypatch: pytest.Mo
     truth = true_logits(model, TOKEN_IDS)
     with tiny_engine(model, "null_fp32") as llm:
         for layer in attention_layers(llm):
-            assert layer.impl.is_sparse and layer.impl.weights.up[1].data_ptr() == layer.W_UV.data_ptr()
+            assert (
+                layer.impl.is_sparse
+                and not layer.impl.masked_mha_available
+                and layer.impl.weights.up[1].data_ptr() == layer.W_UV.data_ptr()
+            )
         errors = {n: (teacher_forced_logits(llm, TOKEN_IDS, n) - truth).abs().max().item() for n in (200, CHUNK, 8, 1)}
     print(f"largest error by tokens of a step: {errors}, logits {truth.std():.1f}")
     assert max(errors.values()) < 2e-3
@@ -178,6 +183,36 @@ def test_a_window_that_was_asked_for_is_refused(model: str, tiny_engine) -> None
     with tiny_engine(model, "tq4", recent_tokens=None) as llm:
         layers = llm.llm_engine.vllm_config.compilation_config.static_forward_context
         assert not any(isinstance(layer, WindowLayer) for layer in layers.values())
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (
+            {"kv_transfer_config": {"kv_connector": "OffloadingConnector", "kv_role": "kv_both"}},
+            "sparse attention with a KV connector: OffloadingConnector, which was not tried",
+        ),
+        ({"enable_lora": True}, r"latent attention .MLA. with LoRA: adapters"),
+        ({"kv_cache_dtype_skip_layers": ["0"]}, r"latent attention .MLA. with skipped layers: 0, whose pages"),
+    ],
+    ids=["connector", "lora", "skipped layers"],
+)
+def test_options_that_are_refused(options: dict, words: str, model: str, tiny_engine) -> None:
+    with pytest.raises(ValueError, match=words), tiny_engine(model, "tq4", **options):
+        pass
+
+
+def test_layers_of_cuda_that_store_themselves_are_refused(model: str, tiny_engine, monkeypatch) -> None:
+    """A plain layer on CUDA, and a vLLM whose layer does not let ours store, before weights are loaded."""
+    platform = SimpleNamespace(is_cuda=lambda: True, get_device_capability=lambda: None)
+    monkeypatch.setattr(registration, "current_platform", platform)
+    words = "sparse attention with this vLLM: .*, whose layers write their cache themselves; .* upgrade vLLM"
+    with pytest.raises(ValueError, match=words), tiny_engine(model, "tq4"):
+        pass
+    monkeypatch.setattr(registration, "version_without_rows", lambda: "")
+    words = "layers of their own kind: .* is a MLAAttention, which writes its cache itself"
+    with pytest.raises(ValueError, match=words), tiny_engine(model, "tq4"):
+        pass
 
 
 def test_pages_of_rows_have_keys_of_their_own(model: str, tiny_engine, monkeypatch: pytest.MonkeyPatch) -> None:

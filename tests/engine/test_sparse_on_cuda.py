@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import sparse_models
 import torch
-from harness import engine, kv_tokens, mean_kl, scheduler, teacher_forced_logits
+from harness import engine, kv_tokens, mean_kl, teacher_forced_logits
 from packed_kv.attention.latent.in_pytorch import ReferenceLatentPrefix
 from packed_kv.attention.latent.picks import PickAttention, ReferencePicks
 from packed_kv.attention.latent.picks_on_cuda import CudaPicks
@@ -84,7 +84,7 @@ def test_logits_are_those_of_pytorch(name: str, rope_bits: int, cut_engine) -> N
             if by_reference:
                 in_pytorch(llm)
             logits = {chunk: teacher_forced_logits(llm, TOKEN_IDS, chunk).cpu() for chunk in (2300, 700)}
-            scheduler(llm).reset_prefix_cache()
+            llm.reset_prefix_cache()
             logits[1] = teacher_forced_logits(llm, TOKEN_IDS[:200], 1).cpu()
             found.append(logits)
     ours, expected = found
@@ -137,11 +137,28 @@ def test_drafts_in_graphs(cut_engine) -> None:
     assert same >= len(plain) - 2
 
 
+def test_mtp_in_graphs(cut_engine, tmp_path: Path) -> None:
+    """The draft's layer is of the same class, with picks of its own in the model's buffer. Random weights accept next
+    to nothing, so its tokens are rejected and written over."""
+    changed = {"num_nextn_predict_layers": 1, "first_k_dense_replace": 4}
+    start = partial(engine, sparse_models.save_cut(tmp_path / "mtp", **changed), **cut_engine.keywords)
+    with start("tq4") as llm:
+        plain = greedy(llm)
+    mtp = {"method": "mtp", "num_speculative_tokens": 2}
+    with start("tq4", speculative_config=mtp, **graphs("FULL_DECODE_ONLY", 3)) as llm:
+        layers = attention_layers(llm)
+        assert len(layers) == 3 and all(layer.kv_cache.shape[-1] == 400 for layer in layers)
+        drafted = greedy(llm)
+    same = sum(ours[0] == expected[0] for ours, expected in zip(drafted, plain, strict=True))
+    print(f"{same} of {len(plain)} requests alike")
+    assert same >= len(plain) - 2
+
+
 def test_shared_picks_in_graphs(cut_engine, tmp_path: Path) -> None:
     """A layer without an indexer reads the picks of the one before it, as most of GLM-5.2's do."""
     changed = {"num_hidden_layers": 4, "first_k_dense_replace": 4, "index_topk_freq": 4}
     model = sparse_models.save_cut(tmp_path / "shared", **changed)
-    start = partial(engine, model, **{k: v for k, v in cut_engine.keywords.items()})
+    start = partial(engine, model, **cut_engine.keywords)
     with start("tq4") as llm:
         eager = greedy(llm)
         indexers = [getattr(layer, "indexer", None) is not None for layer in attention_layers(llm)]

@@ -93,6 +93,7 @@ class SparseLatentImpl(PackedLatents, SparseMLACommonImpl[SparseLatentMetadata])
             v_head_dim=v_head_dim, kv_b_proj=kv_b_proj,
         )  # fmt: skip
         self.init_topk_indices_buffer(indexer, topk_indices_buffer)
+        self.masked_mha_available = False  # on Blackwell; it reads plain rows
         self.prepare()
         self.new_latents: Latents | None = None
         """Latents of the batch, from its store until its attention."""
