@@ -28,7 +28,7 @@ def emulated_flash(
     """`flash_mla_sparse_fwd` of vLLM 0.33.0, with what it asks of its arguments; what it does not promise is NaN."""
     tokens, heads, width = q.shape
     assert q.dtype == kv.dtype == out.dtype == torch.bfloat16 and indices.dtype == torch.int32
-    assert heads in HEADS[9] and width == 576 and kv.shape[1:] == (1, 576) and indices.shape == (tokens, 1, PICKS)
+    assert heads in HEADS and width == 576 and kv.shape[1:] == (1, 576) and indices.shape == (tokens, 1, PICKS)
     assert all(x.is_contiguous() for x in (q, kv, indices, out)) and out.shape == (tokens, heads, 512)
     picks = indices[:, 0].clone()
     assert picks.max() < len(kv)
@@ -53,7 +53,7 @@ def _machine(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def kernels_of(codec: LatentRowCodec, heads: int, most_rows: int = 400) -> CudaPicks:
-    return CudaPicks(codec, heads, SCALE, codec.output_constant(), PICKS, max(most_rows, 4 * PICKS), 512)
+    return CudaPicks(codec, heads, SCALE, codec.output_constant(), PICKS, max(most_rows, 4 * PICKS), 144)
 
 
 @pytest.mark.parametrize("most_rows", [120, 400], ids=["in parts", "at once"])
@@ -117,5 +117,4 @@ def test_the_warm_up_notes_what_steps_launch(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_padded_heads() -> None:
-    assert [padded_heads(n, 9) for n in (1, 8, 12, 16, 33, 128)] == [8, 8, 16, 16, 64, 128]
-    assert [padded_heads(n, 10) for n in (8, 65)] == [64, 128]
+    assert [padded_heads(n) for n in (1, 16, 64, 65, 128)] == [64, 64, 64, 128, 128]

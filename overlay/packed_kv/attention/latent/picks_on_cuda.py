@@ -25,7 +25,7 @@ from .sparse_metadata import PromptPart
 
 HEADS = 64, 128
 """Query heads that FlashMLA's kernel takes; fewer are padded."""
-SLICE_TOKENS = 2048
+SLICE_TOKENS = 1024
 """Most query tokens of a launch."""
 
 
