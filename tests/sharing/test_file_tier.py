@@ -393,7 +393,7 @@ def settings(extra: dict[str, Any]) -> Any:
     """Stand-in for a VllmConfig, as far as `check_tiers` reads it."""
     return SimpleNamespace(
         kv_transfer_config=KVTransferConfig("MultiConnector", kv_role="kv_both", kv_connector_extra_config=extra),
-        model_config=SimpleNamespace(model="none", revision=None),
+        model_config=SimpleNamespace(model="none", revision=None, use_mla=False),
         load_config=SimpleNamespace(load_format="auto"),
         cache_config=SimpleNamespace(kv_cache_dtype_skip_layers=[]),
         additional_config={},

@@ -80,7 +80,9 @@ def test_engines_share_pages_of_one_format_only(tmp_path: Path, monkeypatch: pyt
 def settings(model: Path, kv_cache_dtype: str, *, skip: list[str] | None = None, file: Path | None = None) -> Any:
     """Stand-in for a VllmConfig, as far as a fingerprint depends on it."""
     return SimpleNamespace(
-        model_config=SimpleNamespace(model=str(model), revision=None, dtype="bfloat16"),
+        model_config=SimpleNamespace(
+            model=str(model), revision=None, dtype="bfloat16", use_mla=False, hf_text_config=SimpleNamespace()
+        ),
         load_config=SimpleNamespace(load_format="auto"),
         cache_config=SimpleNamespace(cache_dtype=kv_cache_dtype, kv_cache_dtype_skip_layers=skip or []),
         additional_config={"packed_kv": {"calibration": str(file)}} if file else {},
@@ -116,6 +118,17 @@ def test_fingerprint_of_the_bits_of_rope(tmp_path: Path) -> None:
         config.model_config.use_mla = is_latent
         found[bits, is_latent] = fingerprint(config, FORMATS["tq4"])
     assert found[16, True] == found[8, False] == fingerprints(tmp_path)["tq4"] != found[8, True]
+
+
+def test_fingerprint_of_rows(tmp_path: Path) -> None:
+    """Latents of sparse attention lie otherwise than those of dense attention."""
+    plain, config = fingerprints(tmp_path)["tq4"], settings(tmp_path, "tq4")
+    config.model_config.hf_text_config.index_topk = 2048
+    assert fingerprint(config, FORMATS["tq4"]) == plain, "of latents alone"
+    config.model_config.use_mla = True
+    assert fingerprint(config, FORMATS["tq4"]) != plain
+    config.model_config.hf_text_config.index_topk = None
+    assert fingerprint(config, FORMATS["tq4"]) == plain
 
 
 def test_fingerprint_of_a_calibration(tmp_path: Path) -> None:
