@@ -41,22 +41,22 @@ GLM = HERE / "shapes" / "glm-4.7-flash"
 PARTS = {
     "steps": Part("decode.py", "--shapes 32x8192 128x2048 8x32768 1x32768 8x1024 32x1024 --steps 32 "
         "--prefill 8192 32768 --prompts 2 --budget 20e9"),
-    "latents": Part("decode.py", f"--model {GLM} --shapes 64x8192 8x32768 8x1024 --steps 32 --prefill 8192 --prompts 2 "
-        "--budget 0 --max-requests 64", ("auto", *OURS)),
     "others": Part("decode.py", "--shapes 32x8192 128x2048 8x32768 1x32768 8x1024 32x1024 --steps 32 --prefill "
         "--budget 0", OTHERS),
     "mixed": Part("mixed.py", "--shapes 64x2048 32x8192 8x1024 --first 8 --steps 16", ("auto", "fp8", "tq4",
         "turboquant25")),
+    "latents": Part("decode.py", f"--model {GLM} --shapes 64x8192 8x32768 8x1024 --steps 32 --prefill 8192 --prompts 2 "
+        "--budget 0 --max-requests 64", ("auto", *OURS)),
     "drafts": Part("decode.py", "--drafts 0 3 7 --shapes 32x8192 8x32768 --steps 32 --prefill --budget 0", ("auto",
         "fp8", "tq4", "turboquant25")),
 }  # fmt: skip
 """Name -> what is measured."""
 NAMES = {("drafts", "verify.csv"): "verify.csv", ("latents", "decode.csv"): "glm_flash.csv",
          ("latents", "prefill.csv"): "glm_flash_prefill.csv"}  # fmt: skip
+"""Part and its file -> the file in results/, where that is another."""
 FILES = ("decode.csv", "prefill.csv", "throughput.csv", "mixed.csv", "verify.csv", "glm_flash.csv",
          "glm_flash_prefill.csv")  # fmt: skip
-"""What a release writes, of one commit, card and environment."""
-"""Part and its file -> the file in results/, where that is another."""
+"""Files that a release writes, of one commit, card and environment."""
 
 
 def run(name: str, dtype: str, out: Path, card: str, commit: str) -> None:

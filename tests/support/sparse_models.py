@@ -36,7 +36,8 @@ class IndexBuilder(AttentionMetadataBuilder[IndexMetadata]):
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
 
-    def build(self, common_prefix_len: int, common: Any, fast_build: bool = False) -> IndexMetadata:
+    def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> IndexMetadata:
+        common = common_attn_metadata
         starts = common.query_start_loc, common.query_start_loc_cpu
         return IndexMetadata(common.slot_mapping, common.block_table_tensor, common.seq_lens, *starts)
 
