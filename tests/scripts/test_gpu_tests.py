@@ -1,4 +1,5 @@
-"""scripts/gpu_tests.sh: which tests each part runs, and that a failure of one is told. No GPU: python3 is a fake."""
+"""scripts/gpu_tests.sh: which tests each part runs, in how many processes, and that a failure of one is told. No GPU: python3
+is a fake."""
 
 from __future__ import annotations
 
@@ -23,9 +24,12 @@ while [[ $1 != python3 ]]; do shift; done
 """
 
 
+CORES = "#!/bin/bash\necho 16\n"
+
+
 @pytest.fixture
 def path(tmp_path: Path) -> str:
-    for name, text in (("python3", PYTHON), ("compute-sanitizer", SANITIZER)):
+    for name, text in (("python3", PYTHON), ("compute-sanitizer", SANITIZER), ("nproc", CORES)):
         (tmp_path / name).write_text(text)
         (tmp_path / name).chmod(0o755)
     return f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
@@ -43,10 +47,18 @@ def test_parts_one_after_the_other(path: str) -> None:
     kernels, engine, memcheck = done.stdout.split("== ")[1:]
     first = "tests/codecs/test_cuda.py tests/selftest/test_selftest_on_cuda.py tests/kernels"
     assert f"ran -n 8 {first} --ignore=tests/kernels/test_compile.py" in kernels
-    assert "ran -n 6 tests/engine/test_on_cuda.py tests/engine/test_latent_on_cuda.py" in engine
+    assert "ran -n 5 tests/engine/test_on_cuda.py tests/engine/test_latent_on_cuda.py" in engine
     cases = re.findall(r'^    "(tests/.*?)"', SCRIPT.read_text(), re.MULTILINE)
     assert memcheck.count("ran tests/") == 4 and len(cases) > 20
     assert all(memcheck.count(case) == 1 for case in cases)
+
+
+@pytest.mark.parametrize(("cores", "processes"), [(1, (1, 1, 1)), (64, (16, 12, 13))])
+def test_processes_by_cores(path: str, cores: int, processes: tuple[int, int, int]) -> None:
+    Path(path.split(os.pathsep)[0], "nproc").write_text(f"#!/bin/bash\necho {cores}\n")
+    kernels, engine, memcheck = run(path).stdout.split("== ")[1:]
+    assert f"ran -n {processes[0]} tests/codecs" in kernels and f"ran -n {processes[1]} tests/engine" in engine
+    assert memcheck.count("ran tests/") == processes[2]
 
 
 @pytest.mark.parametrize("failing", ["test_drafts.py", "test_combine[inf]"])
