@@ -1,5 +1,5 @@
-"""scripts/gpu_tests.sh: which tests each part runs, in how many processes, and that a failure of one is told. No GPU: python3
-is a fake."""
+"""scripts/gpu_tests.sh: which tests each part runs, in how many processes, and that a failure of one is told. No GPU:
+python3 is a fake."""
 
 from __future__ import annotations
 
