@@ -201,7 +201,7 @@ class PackedDTypeHandler:
         if is_kimi_layer(layer):
             adopt(layer)
         else:
-            is_sparse_layer = layer.impl.is_sparse and hasattr(kind, "hands_over_latents")
+            is_sparse_layer = layer.impl.is_sparse and "hands_over_latents" in vars(kind)  # no subclass of it
             is_plain = kind is MLAAttention and not (layer.impl.is_sparse and current_platform.is_cuda())
             other = None if is_plain or is_sparse_layer else kind.__name__
             refuse(Facts(layer=layer_name, latent_layer=other), self.name)

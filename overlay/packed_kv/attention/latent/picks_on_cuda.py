@@ -30,7 +30,9 @@ SLICE_TOKENS = 1024
 
 
 def padded_heads(heads: int) -> int:
-    """Heads that the kernel computes for so many."""
+    """Heads that the kernel computes for so many. Raises ValueError for more than it can."""
+    if heads > HEADS[-1]:
+        raise ValueError(f"{heads} query heads on a rank, and FlashMLA takes up to {HEADS[-1]}; use more ranks")
     return next(count for count in HEADS if count >= heads)
 
 
@@ -119,6 +121,7 @@ class CudaPicks(PickKernels):
         return rows
 
     def split(self, picks: torch.Tensor, part: PromptPart, inside: slice) -> tuple[PickedRows, PickedRows]:
+        assert picks.shape[1] == self.picks and picks.is_contiguous(), (picks.shape, picks.stride())
         tokens, memory = len(picks), self.memory()
         launch = self.bound.get("split", None, lambda: SplitPicksLaunch(self.picks))
         targets = memory.stored_picks, memory.stored_counts, memory.own_picks, memory.own_counts

@@ -20,6 +20,9 @@ from .in_pytorch import PrefixChunk, RecentContext, ReferenceLatentPrefix
 from .picks import Latents, PickAttention, PickKernels, ReferencePicks
 from .sparse_metadata import SparseLatentMetadata, workspace_rows
 
+LEAST_SLICE = 64
+"""Decodes whose picks the workspace holds together, however short the longest request: 151 MB for 2,048 picks each."""
+
 
 class SparseLatentKernels(NamedTuple):
     """Kernels of a layer's attention: all writes, attention over picks, and what gathers prefixes of prompts."""
@@ -120,7 +123,8 @@ class SparseLatentImpl(PackedLatents, SparseMLACommonImpl[SparseLatentMetadata])
 
         config = self.config
         picks = int(config.model_config.hf_text_config.index_topk)
-        sizes = picks, workspace_rows(config), config.scheduler_config.max_num_batched_tokens
+        rows = max(workspace_rows(config), picks * min(LEAST_SLICE, config.scheduler_config.max_num_seqs))
+        sizes = picks, rows, config.scheduler_config.max_num_batched_tokens
         kernels = CudaPicks(codec, self.num_heads, self.scale, constant, *sizes)
         store = LatentStore(TritonLatentStore(codec))
         page = torch.zeros(1, block_size_of(config), codec.slot_bytes, dtype=torch.uint8, device=self.device)

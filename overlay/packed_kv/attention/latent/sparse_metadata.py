@@ -98,7 +98,7 @@ def prompt_parts(
     assert on_host is not None
     query_starts = common.query_start_loc_cpu[first:].tolist()
     contexts = [
-        seq_len - (stop - start)
+        max(0, seq_len - (stop - start))  # a dummy batch may say less
         for seq_len, (start, stop) in zip(on_host[first:].tolist(), pairwise(query_starts), strict=True)
     ]
     bounds, stored = [0], 0
@@ -122,6 +122,7 @@ def _part(
     """The prompts `low` .. `high` - 1, counted from the first one; `query_starts`: of prompts, on the host."""
     starts = common.query_start_loc[first + low : first + high + 1]
     context = common.seq_lens[first + low : first + high] - starts.diff()
+    context = context.clamp_min(0)
     ends = context.cumsum(0, dtype=torch.int32)
     row_starts, own_offsets = ends - context, starts[:-1] - query_starts[0] - context
     rows = torch.arange(stored_rows, dtype=torch.int32, device=starts.device)
