@@ -134,15 +134,14 @@ class Layers:
         outputs = [output.view(rotated.shape) for output in self.outputs]
         matrix = cuda.pack_matrix(backward)
         counters = torch.zeros(grid.blocks * KV_HEADS, dtype=torch.int32, device="cuda")
-        bias, tiles_a_block = None, 0
+        bias, tiles_a_block = None, None
         if self.means:
             bias = torch.full((tokens, group * KV_HEADS, 1 + self.means.blocks), float("nan"), device="cuda")
             tiles_a_block = self.means.block_tokens // TILE_TOKENS
         rotation = rotated, HEAD_DIM**-0.5, self.means, self.positions, bias
         bound, steps = [], []
         for cache, table, ring, output in zip(self.caches, self.tables, self.rings, outputs, strict=True):
-            flags = dict(has_bias=bias is not None, tiles_a_block=tiles_a_block)
-            bound.append(cuda.CudaDecode(self.page, matrix, counters, cache, ring, output, **flags))
+            bound.append(cuda.CudaDecode(self.page, matrix, counters, cache, ring, output, tiles_a_block))
             batch = (rotated, table, self.start, self.seq_lens, partial, stats, bias, ring, None, schedule)
             steps.append((cuda.step_arguments(*batch), batch))  # which are addresses: the tensors have to stay
 

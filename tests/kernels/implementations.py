@@ -61,7 +61,8 @@ def attend_pages(
     items = len(seq_lens) * passes if schedule is None else len(schedule)
     counters = torch.zeros(items * kv_heads, dtype=torch.int32, device=query.device)
     if kernel == "cuda":
-        cuda = launch.CudaDecode(page, packed, counters, cache, ring, output, bias is not None, lse is not None, tiles)
+        of_bias = None if bias is None else tiles
+        cuda = launch.CudaDecode(page, packed, counters, cache, ring, output, of_bias, lse is not None)
         shape = shape if schedule is None else shape._replace(blocks=items)
         cuda(shape, max_query_len, len(seq_lens), step, output)
     else:

@@ -355,7 +355,7 @@ def plan_ring_case() -> Case:
 
 
 def schedule_case(requests: int, stream_k: bool) -> Case:
-    scheduler = Scheduler(requests, 33, 8 if stream_k else 4, torch.device("cpu"))
+    scheduler = Scheduler(requests, 33, 8 if stream_k else 4, torch.device("cpu"), stream_k=stream_k)
     return Case(
         kernel="packed_kv.kernels.cuda.schedule:_schedule_kernel",
         arch=90,

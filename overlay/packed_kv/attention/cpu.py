@@ -40,7 +40,7 @@ SLOWER = "10 to 25 times"
 """Time of a decode step in PyTorch, in steps of these kernels, as benchmarks/cpu.py measures it."""
 
 
-class CpuPairs(DecodeKernel[None]):
+class CpuPairs(DecodeKernel[DecodeBatch, None]):
     """The C++ decode kernel of one layer of pairs. It rotates queries, and knows nothing of context parallelism.
 
     Args:
@@ -52,7 +52,7 @@ class CpuPairs(DecodeKernel[None]):
         BuildError: no compiler, or one that fails.
     """
 
-    kind = "cpu"
+    kind, bound = "cpu", None
 
     def __init__(self, codec: PagedCodec, query_heads: int, kv_heads: int, options: AttentionOptions) -> None:
         self.decode = decode.CpuDecode(codec, query_heads, kv_heads, options)

@@ -93,6 +93,8 @@ class CpuPrefill(PrefillKernel):
         BuildError: no compiler, or one that fails.
     """
 
+    bound = None
+
     def __init__(
         self,
         codec: PagedCodec,

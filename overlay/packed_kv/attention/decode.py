@@ -193,14 +193,14 @@ class Splits:
         return list(steps.values())
 
 
-class TritonPairs(DecodeKernel[None]):
+class TritonPairs(DecodeKernel[TritonPairStep, None]):
     """The Triton kernel over the pages of one layer of pairs."""
 
     def __init__(self, layer: PairLayout, rotation: QueryRotation) -> None:
         self.layer, self.longest = layer, longest_fused(layer.query_heads // layer.kv_heads, by_cuda=False)
         self.splits = Splits(layer, rotation, self.longest)
         self.shape, self.kind = self.splits.shape, self.splits.kind(by_cuda=False)
-        self.bound = Launches()
+        self.bound: Launches = Launches()
 
     def reserve(self) -> None:
         self.splits.reserve()
@@ -240,7 +240,7 @@ class TritonPairs(DecodeKernel[None]):
         return self.shape.tiles(query_len)[0], merge_tile(self.splits.count(requests, query_len))
 
 
-class HopperPairs(DecodeKernel[None]):
+class HopperPairs(DecodeKernel[HopperPairStep, None]):
     """The CUDA kernel over the pages of one layer of pairs."""
 
     def __init__(self, layer: PairLayout, rotation: QueryRotation) -> None:
@@ -248,7 +248,7 @@ class HopperPairs(DecodeKernel[None]):
         self.layer, self.longest = layer, longest_fused(group, by_cuda=True)
         self.splits = Splits(layer, rotation, self.longest)
         self.shape, self.kind = self.splits.shape, self.splits.kind(by_cuda=True)
-        self.bound = Launches()
+        self.bound: Launches = Launches()
         self.card = cuda.card_of(layer.codec.layout, layer.kv_heads, self.splits.sm_count)
         columns, device = cuda.columns_of_steps(group, limits.longest_decode), self.splits.from_rotated.device
         self.matrix = cuda.pack_matrix(self.splits.from_rotated)
@@ -309,8 +309,8 @@ class HopperPairs(DecodeKernel[None]):
             self.counters.zero_()
         apart, shape = self.splits.heads_apart(output), self.shape
         decode = cuda.CudaDecode(
-            self.layer.codec.layout, self.matrix, self.counters, cache, ring, apart, shape.mean_blocks > 0,
-            self.splits.has_lse, shape.tiles_a_block,
+            self.layer.codec.layout, self.matrix, self.counters, cache, ring, apart,
+            shape.tiles_a_block if shape.mean_blocks else None, self.splits.has_lse,
         )  # fmt: skip
         decode.compile_variants(self.layer.limits.longest_decode)
         return decode

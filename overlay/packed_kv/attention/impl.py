@@ -7,7 +7,7 @@ prefill kernel (`prefill.py`; `cpu_prefill.py`); what these do not serve, in PyT
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm.config import get_current_vllm_config, get_current_vllm_config_or_none
@@ -38,6 +38,8 @@ if TYPE_CHECKING:
     from .prefill import FlashAttention
 
 logger = init_logger("vllm.packed_kv")
+
+DeviceKernels = tuple[StoreKernel, DecodeKernel[Any, None] | None, PrefillKernel | None]
 
 
 class PackedAttentionImpl(AttentionImpl[PackedMetadata]):
@@ -159,7 +161,7 @@ class PackedAttentionImpl(AttentionImpl[PackedMetadata]):
         kernels = PairKernels(*layer, self.shard)
         self.attention = PairAttention(kernels) if self.shard == UNSHARDED else ContextParallelAttention(kernels)
 
-    def _kernels(self, codec: PagedCodec) -> tuple[StoreKernel, DecodeKernel[None] | None, PrefillKernel | None]:
+    def _kernels(self, codec: PagedCodec) -> DeviceKernels:
         """Return the device's kernels that store, decode and prefill, where they serve the layer."""
         if self.device.type == "cpu":
             return self._cpu_kernels(codec)
@@ -179,7 +181,7 @@ class PackedAttentionImpl(AttentionImpl[PackedMetadata]):
         prefill = FlashPrefill(*layer, self.max_tokens, self.max_requests, self.flash_attention, self.shard)
         return store, decode, prefill
 
-    def _cpu_kernels(self, codec: PagedCodec) -> tuple[StoreKernel, DecodeKernel[None] | None, PrefillKernel | None]:
+    def _cpu_kernels(self, codec: PagedCodec) -> DeviceKernels:
         from . import cpu
 
         model = self.config.model_config

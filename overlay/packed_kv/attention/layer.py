@@ -31,7 +31,7 @@ class PairKernels:
     kv_heads: int
     options: AttentionOptions
     store: PairStore
-    decode: DecodeKernel[None] | None
+    decode: DecodeKernel[Any, None] | None
     prefill: PrefillKernel | None
     shard: ContextShard = UNSHARDED
 

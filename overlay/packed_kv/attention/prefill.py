@@ -127,7 +127,7 @@ class FlashPrefill(PrefillKernel):
         self.means = Means.of(codec.key.transform)
         self.matrices = [rotation_matrix(one, kv_heads, inverse=True) for one in (codec.key, codec.value)]
         self.sizes = (query_heads, kv_heads, codec.key.head_dim, codec.value.head_dim, self.capacity)
-        self.bound = Launches()
+        self.bound: Launches = Launches()
 
     def attend(self, batch: Batch, first: int, ring: Ring | None = None) -> None:
         step, query, output = self._step(batch, first, ring), *self._rows(batch, first)
@@ -213,9 +213,12 @@ class FlashPrefill(PrefillKernel):
         name = ("combine", output.shape[1], part_dim)
         return self.bound.get(name, held_for, lambda: CombineLaunch(output, part_dim))
 
-    def reserve(self, dtype: torch.dtype) -> list[torch.Tensor]:
-        """Workspace for gathered K and V, for the attention over them and, if V is padded, for a chunk's V and output.
-        vLLM's profiling run makes it count."""
+    def reserve(self, dtype: torch.dtype) -> None:
+        self.take(dtype)
+
+    def take(self, dtype: torch.dtype) -> list[torch.Tensor]:
+        """Return workspace for gathered K and V, for the attention over them and, if V is padded, for a chunk's V and
+        output."""
         from vllm.v1.worker.workspace import current_workspace_manager
 
         key, value_dim = self.codec.key, self.flash_attention.value_dim
@@ -245,7 +248,7 @@ class FlashPrefill(PrefillKernel):
             own = key_part(own_part(query_lens, prefixes) if shared else raw, query_starts, blocks, block_size)
             recent_from = [prefix - recent + 1 for prefix in prefixes]
             parts = [key_part(part, query_starts, blocks, block_size, recent_from, self.shard) for part in spans]
-            key, value, over_parts, *padded = self.reserve(dtype)
+            key, value, over_parts, *padded = self.take(dtype)
             return PrefillStep(
                 own,
                 PartRead.of(own, key, value, dtype) if shared else None,

@@ -8,14 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar, cast
 
 if TYPE_CHECKING:
     import torch
 
     from ..codecs.ring import Ring
+    from ..kernels.triton.launch import Launches, StepLaunch
     from .metadata import Batch
 
+Step = TypeVar("Step")
 Result = TypeVar("Result", covariant=True)
 
 
@@ -40,6 +42,14 @@ class DecodeBatch:
     lse: torch.Tensor | None = None
 
 
+class RotatingStep(Protocol):
+    """Step of decodes of pairs on CUDA, whose queries the store rotates."""
+
+    @property
+    def rotate(self) -> StepLaunch | None:
+        """The launch that rotates them (`Splits.prepare_rotation`); None: the kernel wants them as they are."""
+
+
 @dataclass(frozen=True)
 class NewTokens:
     """Tokens to be stored.
@@ -53,11 +63,18 @@ class NewTokens:
     slots: torch.Tensor
     positions: torch.Tensor | None = None
     ring_slots: torch.Tensor | None = None
-    decodes: Any = None
+    decodes: RotatingStep | None = None
     only_ring: bool = False
 
 
-class StoreKernel(Protocol):
+class LayerKernel(Protocol):
+    """Kernel of a layer."""
+
+    bound: Launches | None
+    """Launches that are bound to the layer's memory, which a dry run forgets; None on a CPU."""
+
+
+class StoreKernel(LayerKernel, Protocol):
     """Writes new tokens of one layer into its pages and its ring: `TritonPairStore`, `TritonLatentStore`,
     `DirectStore`."""
 
@@ -79,7 +96,7 @@ class StoreKernel(Protocol):
             query: [tokens or more, query heads, head_dim], looked at where the step has decodes.
         """
 
-    def rotate(self, query: torch.Tensor, decodes: Any) -> None:
+    def rotate(self, query: torch.Tensor, decodes: RotatingStep) -> None:
         """Rotate the queries of `decodes`, for a layer that stores no tokens, where attention wants them rotated.
 
         query: [tokens or more, query heads, head_dim].
@@ -87,12 +104,9 @@ class StoreKernel(Protocol):
         return None
 
 
-class DecodeKernel(Protocol[Result]):
+class DecodeKernel(LayerKernel, Protocol[Step, Result]):
     """Attends to the decodes of a layer: of pairs `TritonPairs`, `HopperPairs`, `CpuPairs`; of latents `TritonLatents`,
-    `HopperLatents`, `ReferenceLatents`.
-
-    On CUDA, a kernel also has `bound` (`Launches`), which `warmup.py` clears, and its steps of pairs have `rotate`: the
-    launch that rotates queries (`Splits.prepare_rotation`), or None if it wants them as they are."""
+    `HopperLatents`, `CpuLatents`, `ReferenceLatents`. On CUDA, a step of pairs is a `RotatingStep`."""
 
     kind: Hashable
     """Kernels of equal kinds can share the step of a batch."""
@@ -103,12 +117,12 @@ class DecodeKernel(Protocol[Result]):
         """Size the workspace for any batch, where there is one."""
         return None
 
-    def prepare(self, batch: DecodeBatch) -> Any:
-        """Return the step of a batch: grids, arguments and memory of its launches."""
-        return batch
+    def prepare(self, batch: DecodeBatch) -> Step:
+        """Return the step of a batch: grids, arguments and memory of its launches; on a CPU, the batch."""
+        return cast("Step", batch)
 
     def attend(
-        self, step: Any, cache: torch.Tensor, queries: tuple[torch.Tensor, ...], ring: Ring | None = None,
+        self, step: Step, cache: torch.Tensor, queries: tuple[torch.Tensor, ...], ring: Ring | None = None,
         output: torch.Tensor | None = None,
     ) -> Result:  # fmt: skip
         """Attend over all cached tokens of a step's requests, the new ones included.
@@ -144,8 +158,12 @@ class PrefillKind(NamedTuple):
     dtype: torch.dtype | None = None
 
 
-class PrefillKernel(Protocol):
+class PrefillKernel(LayerKernel, Protocol):
     """Attends to the requests of a layer that are no decodes: `FlashPrefill`, `CpuPrefill`."""
+
+    def reserve(self, dtype: torch.dtype) -> None:
+        """Size the workspace for any batch, where there is one. `dtype`: of queries."""
+        return None
 
     def attend(self, batch: Batch, first: int, ring: Ring | None = None) -> None:
         """Fill `batch.output` for the requests from `first` on. `ring`: of these requests, before the batch's own

@@ -103,6 +103,8 @@ class DirectStore(StoreKernel):
     `function`: of the pages (None: only the ring is written), key, value, slots, positions, ring and ring slots.
     """
 
+    bound = None
+
     def __init__(self, function: Callable[..., None]) -> None:
         self.function = function
 

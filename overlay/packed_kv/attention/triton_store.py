@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -13,10 +12,7 @@ from ..kernels.triton.latent_store import StoreLatentsLaunch
 from ..kernels.triton.launch import Launches, StepLaunch
 from ..kernels.triton.rotate import QueryRotation, RotateQueryLaunch
 from ..kernels.triton.store import StoreLaunch
-from .protocols import NewTokens, StoreKernel
-
-if TYPE_CHECKING:
-    from .decode import PairStep
+from .protocols import NewTokens, RotatingStep, StoreKernel
 
 
 @dataclass(frozen=True)
@@ -39,7 +35,7 @@ class TritonPairStore(StoreKernel):
 
     def __init__(self, codec: PagedCodec, kv_heads: int, rotation: QueryRotation) -> None:
         self.codec, self.kv_heads, self.rotation = codec, kv_heads, rotation
-        self.bound = Launches()
+        self.bound: Launches = Launches()
 
     def prepare(self, tokens: NewTokens) -> StoreStep | None:
         if not len(tokens.slots):
@@ -71,7 +67,9 @@ class TritonPairStore(StoreKernel):
         grid, arguments = step.launch
         launch(grid, (key, value, read), arguments)
 
-    def rotate(self, query: torch.Tensor, decodes: PairStep) -> None:
+    def rotate(self, query: torch.Tensor, decodes: RotatingStep) -> None:
+        if decodes.rotate is None:
+            return
         held_for = (query.stride(), query.dtype)
         launch = self.bound.get("rotate", held_for, lambda: RotateQueryLaunch(query, self.kv_heads, self.rotation))
         grid, arguments = decodes.rotate
@@ -82,7 +80,8 @@ class TritonLatentStore(StoreKernel):
     """Stores latents of one layer. `codec`: of the layer, on a CUDA device."""
 
     def __init__(self, codec: LatentCodec) -> None:
-        self.codec, self.bound = codec, Launches()
+        self.codec = codec
+        self.bound: Launches = Launches()
 
     def prepare(self, tokens: NewTokens) -> StoreStep | None:
         if not len(tokens.slots):

@@ -14,24 +14,28 @@ from .context_parallel import ContextParallelAttention
 from .latent.in_pytorch import PrefixChunk, RecentContext
 from .layer import PairAttention
 from .metadata import Batch, PackedMetadata
-from .protocols import DecodeBatch, NewTokens
+from .protocols import DecodeBatch, LayerKernel, NewTokens
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
     from ..window.layer import WindowLayer
-    from .decode import TritonPairs
     from .latent.decode import TritonLatents
     from .latent.prefix import TritonLatentPrefix
-    from .prefill import FlashPrefill
     from .store import LatentStore
-    from .triton_store import TritonLatentStore, TritonPairStore
 
 
 def block_size_of(config: VllmConfig) -> int:
     """Return the tokens of a block, or a number that will do where vLLM has not settled it yet."""
     block_size = config.cache_config.block_size
     return block_size if block_size and block_size % MICRO_BLOCK == 0 else MICRO_BLOCK
+
+
+def release(*kernels: LayerKernel | None) -> None:
+    """Forget launches for pages and a ring of our own, which go."""
+    for kernel in kernels:
+        if kernel is not None and kernel.bound is not None:
+            kernel.bound.clear()
 
 
 class PairWarmup:
@@ -52,9 +56,8 @@ class PairWarmup:
         self.attention, self.kernels, self.block_size = attention, kernels, block_size
         self.query, self.key, self.value = query, key, value
         self.window_layer = window_layer if window_layer is not None and window_layer.ring_block_size else None
-        self.store = cast("TritonPairStore", kernels.store.kernel)
-        self.decode = cast("TritonPairs", kernels.decode)  # or `HopperPairs`
-        self.prefill = cast("FlashPrefill | None", kernels.prefill)
+        assert kernels.decode is not None
+        self.store, self.decode, self.prefill = kernels.store.kernel, kernels.decode, kernels.prefill
         self.heads = kernels.query_heads * kernels.shard.ranks
 
     def run(self, *, shares_cache: bool) -> None:
@@ -66,9 +69,7 @@ class PairWarmup:
                 self._prefills(self.key, self.value)
             if shares_cache:
                 self._rotation()
-            for kernel in (self.store, self.decode, self.prefill):
-                if kernel is not None:
-                    kernel.bound.clear()  # pages and a ring of our own go
+            release(self.store, self.decode, self.prefill)
 
     def _rotation(self) -> None:
         if self.query.dtype == torch.float32:
@@ -154,7 +155,7 @@ def warm_up_latents(
         query_dim: channels from one head of a step's queries to the next, without RoPE and with it.
         window_layer: of the layer, or None.
     """
-    store = cast("TritonLatentStore", kernels[0].kernel)
+    store = kernels[0].kernel
     decode = cast("TritonLatents", kernels[1])  # or `HopperLatents`
     prefix = cast("TritonLatentPrefix", kernels[2])
     layer, codec = decode.layer, decode.layer.codec
@@ -191,5 +192,5 @@ def warm_up_latents(
         else:
             store.write(store.prepare(NewTokens(one.long())), cache, *new)
         prefix.gather(cache, table[:1], chunk, rows, recent)
-    for kernel in (store, decode, prefix):
-        kernel.bound.clear()  # pages and a ring of our own go
+    release(store, decode)
+    prefix.bound.clear()

@@ -174,7 +174,7 @@ class LatentLayer:
         return starts.to(self.codec.device), lengths.to(self.codec.device)
 
 
-Kernels = tuple[StoreKernel, DecodeKernel[None] | None, PrefillKernel | None, str]
+Kernels = tuple[StoreKernel, DecodeKernel[Any, None] | None, PrefillKernel | None, str]
 """Kernels of the store, of decodes and of prefill, and the name of the decode kernel."""
 PairSizes = tuple[PagedCodec, int, int, AttentionOptions]
 """Codec, query heads, KV heads and options of a layer."""

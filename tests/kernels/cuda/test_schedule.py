@@ -40,14 +40,15 @@ def tiles_of_parts(schedule: list[WorkItem], lengths: list[int]) -> list[list[tu
 def test_schedule(kind: str, requests: int) -> None:
     """The device's schedule is Python's, and covers every request once."""
     lengths, (blocks, warps) = batch(kind, requests), (33, 8) if requests <= 66 else (66, 4)
-    scheduler = Scheduler(requests + 3, blocks, warps, DEVICE)
+    scheduler = Scheduler(requests + 3, blocks, warps, DEVICE, stream_k=warps >= 8)
     scheduler.items.fill_(7)
     found = scheduler(torch.tensor(lengths, dtype=torch.int32, device=DEVICE)).tolist()
     expected = reference_schedule(lengths, blocks, warps)
     assert len(found) == item_count(requests, blocks) >= len(expected)
     assert found[: len(expected)] == [list(item.words()) for item in expected]
     assert all(words[0] == -1 for words in found[len(expected) :])
-    thrice = Scheduler(3 * requests, blocks, warps, DEVICE)(torch.tensor(lengths, dtype=torch.int32, device=DEVICE), 3)
+    scheduler = Scheduler(3 * requests, blocks, warps, DEVICE, stream_k=warps >= 8)
+    thrice = scheduler(torch.tensor(lengths, dtype=torch.int32, device=DEVICE), 3)
     of_passes = reference_schedule([n for n in lengths for _ in range(3)], blocks, warps)
     assert thrice.tolist()[: len(of_passes)] == [list(item.words()) for item in of_passes]
     for request, parts in enumerate(tiles_of_parts(expected, lengths)):

@@ -22,6 +22,7 @@ typedef unsigned int u32;
 typedef unsigned long long u64;
 #define INLINE inline
 #define OFFSET_OF __builtin_offsetof
+#define AT(MEMBER) OFFSET_OF(SharedMemory, MEMBER)
 #define BLOCK_OF(KERNEL, THREADS, BYTES) static const u32 KERNEL##_block[] = {THREADS, BYTES}
 #define __global__
 #define __grid_constant__

@@ -223,7 +223,7 @@ def test_chunks_and_prefixes(shared: bool, options: dict, monkeypatch: pytest.Mo
     shapes = ((gathered, torch.float16), (gathered, torch.float16), *(own if pads else own[:1]))
     monkeypatch.setattr(
         prefill,
-        "reserve",
+        "take",
         lambda dtype: [torch.full(shape, float("nan"), dtype=kind or dtype, device=DEVICE) for shape, kind in shapes],
     )
     starts = torch.tensor([0, *query_lens]).cumsum(0).tolist()

@@ -32,10 +32,10 @@ SLOWER = "5 to 20 times"
 """Time of a decode step in PyTorch, in steps of these kernels, as benchmarks/cpu_latents.py measures it."""
 
 
-class CpuLatents(DecodeKernel[Attended]):
+class CpuLatents(DecodeKernel[DecodeBatch, Attended]):
     """The C++ kernels over latents of one layer: see `ReferenceLatents`."""
 
-    kind, longest = "cpu latents", 1 << 30
+    kind, longest, bound = "cpu latents", 1 << 30, None
 
     def __init__(
         self, codec: LatentCodec, scale: float, constant: torch.Tensor | None, *, is_shard: bool = False

@@ -139,7 +139,7 @@ class TritonLatentStep(NamedTuple):
     ring: StepLaunch | None
 
 
-class TritonLatents(DecodeKernel[Attended]):
+class TritonLatents(DecodeKernel[TritonLatentStep, Attended]):
     """The Triton kernels over latents of one layer."""
 
     def __init__(self, layer: LatentLayout) -> None:
@@ -147,7 +147,7 @@ class TritonLatents(DecodeKernel[Attended]):
         self.results = PageResults(layer, are_partial=layer.is_shard or layer.window > 0)
         self.kind = LatentKind(False, layer.heads, layer.scale, layer.window)
         self.shape = latent_shape(layer.heads, self.longest, layer.scale)
-        self.bound = Launches()
+        self.bound: Launches = Launches()
 
     def _splits(self, requests: int, query_len: int) -> int:
         return split_count(requests, row_tiles(self.shape, query_len), self.results.sm_count)
@@ -237,7 +237,7 @@ class HopperLatentStep(NamedTuple):
     tensors: tuple[DecodeBatch, torch.Tensor, cuda.Parts]
 
 
-class HopperLatents(DecodeKernel[Attended]):
+class HopperLatents(DecodeKernel[HopperLatentStep, Attended]):
     """The CUDA kernels over latents of one layer. The launch for the ring merges the parts over pages, too."""
 
     def __init__(self, layer: LatentLayout) -> None:
@@ -245,7 +245,7 @@ class HopperLatents(DecodeKernel[Attended]):
         self.results = PageResults(layer, are_partial=layer.is_shard)
         self.kind = LatentKind(True, layer.heads, layer.scale, layer.window)
         self.scheduler = LatentScheduler(layer.limits.max_requests, self.results.sm_count, layer.codec.device)
-        self.bound = Launches()
+        self.bound: Launches = Launches()
 
     def _partials(self, requests: int, query_len: int) -> tuple[int]:
         """Rows of parts of results; of each request one stays a part where the launch for the ring merges them."""

@@ -43,7 +43,7 @@ class LatentKernels(NamedTuple):
     """Kernels of a layer's attention: those of all writes and of decodes, and what gathers prefixes of prompts."""
 
     store: LatentStore
-    decode: DecodeKernel[tuple[torch.Tensor, torch.Tensor | None]]
+    decode: DecodeKernel[Any, tuple[torch.Tensor, torch.Tensor | None]]
     prefix: ReferenceLatentPrefix | TritonLatentPrefix
 
 

@@ -67,7 +67,7 @@ class ReferenceLatentPrefix:
             row += count
 
 
-class ReferenceLatents(DecodeKernel[tuple[torch.Tensor, torch.Tensor | None]]):
+class ReferenceLatents(DecodeKernel[DecodeBatch, tuple[torch.Tensor, torch.Tensor | None]]):
     """Attends to the decodes of one layer.
 
     Args:
@@ -77,7 +77,7 @@ class ReferenceLatents(DecodeKernel[tuple[torch.Tensor, torch.Tensor | None]]):
         is_shard: whether the pages hold a rank's part of the tokens.
     """
 
-    kind, longest = "reference", 1 << 30
+    kind, longest, bound = "reference", 1 << 30, None
 
     def __init__(
         self, codec: LatentCodec, scale: float, constant: torch.Tensor | None, *, is_shard: bool = False

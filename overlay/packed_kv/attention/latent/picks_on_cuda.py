@@ -23,15 +23,15 @@ from ..triton_store import TritonLatentStore
 from .picks import Attended, Latents, PickedRows, PickKernels, Queries
 from .sparse_metadata import PromptPart
 
-HEADS = {9: (8, 16, 32, 64, 128), 10: (64, 128)}
-"""Major compute capability -> heads that FlashMLA's kernel takes; others are padded."""
+HEADS = 64, 128
+"""Query heads that FlashMLA's kernel takes; others are padded."""
 SLICE_TOKENS = 2048
 """Most query tokens of a launch."""
 
 
-def padded_heads(heads: int, major: int) -> int:
+def padded_heads(heads: int) -> int:
     """Heads that the kernel computes for so many."""
-    return next(count for count in HEADS[major] if count >= heads)
+    return next(count for count in HEADS if count >= heads)
 
 
 class PickMemory(NamedTuple):
@@ -72,13 +72,13 @@ class CudaPicks(PickKernels):
         most_rows: int, most_tokens: int,
     ) -> None:  # fmt: skip
         self.codec, self.heads, self.scale, self.constant, self.picks = codec, heads, scale, constant, picks
-        self.padded_heads = padded_heads(heads, torch.cuda.get_device_capability(codec.device)[0])
+        self.padded_heads = padded_heads(heads)
         self.inverse_gain = 1 / codec.value_gain()
         transform = codec.latent.transform
         unit = torch.eye(codec.rank, device=codec.device)
         self.basis = codec.latent.rotate(unit if transform.scale is None else unit * transform.scale)
         self.mean = codec.stored_mean()
-        self.bound = Launches()
+        self.bound: Launches = Launches()
         width, tokens = codec.rank + codec.rope_dim, min(SLICE_TOKENS, most_tokens)
         bf16, int32 = torch.bfloat16, torch.int32
         self.specs = (

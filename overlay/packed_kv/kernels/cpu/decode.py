@@ -10,10 +10,12 @@ import torch
 
 from ...codecs.pages import PagedCodec
 from ...codecs.ring import Ring
+from ..checks import check_int32, check_pages
 from ..kernel_layout import kernel_layout
 from .build import SIMD, Program, load_library
 from .compiler import Target
 from .constants import constants_header
+from .tables import add_ring
 
 PROGRAM = Program(
     "decode.cpp",
@@ -141,7 +143,13 @@ class CpuDecode:
     ) -> Callable[[], None]:
         """Return what attends once or more to these tensors, whose contents it reads when it is called. See `__call__`.
         It holds only until the next `bind`."""
-        self._check(query, cache, block_table, output, lse)
+        key_dim, value_dim = self.codec.key.head_dim, self.codec.value.head_dim
+        assert query.shape[1:] == (self.query_heads, key_dim) and query.stride(2) == 1, (query.shape, query.stride())
+        assert output.shape[1:] == (self.query_heads, value_dim) and output.stride(2) == 1, (output.shape,)
+        assert cache.shape[1] == self.kv_heads and cache.shape[3] == self.codec.slot_bytes, cache.shape
+        check_pages(cache, 1)
+        check_int32(block_table)
+        assert lse is None or (lse.dtype == torch.float32 and lse.is_contiguous()), lse
         batch = Arguments.from_buffer_copy(self._fixed)
         batch.requests = seq_lens.shape[0]
         batch.cache, batch.block_size = cache.data_ptr(), cache.shape[2]
@@ -159,7 +167,7 @@ class CpuDecode:
         held = (self, query, cache, block_table, query_start, seq_lens, output, ring, lse, sinks)
         self._add_means(batch, seq_lens)
         if ring is not None:
-            self._add_ring(batch, ring)
+            add_ring(batch, ring)
         batch.shard_ranks, batch.shard_rank, batch.shard_run = shard
         batch.threads = torch.get_num_threads()
         batch.workspace = self._reserve(self._workspace_bytes(ctypes.byref(batch)))
@@ -169,22 +177,6 @@ class CpuDecode:
             decode(reference)
 
         return attend
-
-    def _check(
-        self,
-        query: torch.Tensor,
-        cache: torch.Tensor,
-        block_table: torch.Tensor,
-        output: torch.Tensor,
-        lse: torch.Tensor | None,
-    ) -> None:
-        key_dim, value_dim = self.codec.key.head_dim, self.codec.value.head_dim
-        assert query.shape[1:] == (self.query_heads, key_dim) and query.stride(2) == 1, (query.shape, query.stride())
-        assert output.shape[1:] == (self.query_heads, value_dim) and output.stride(2) == 1, (output.shape,)
-        assert cache.shape[1] == self.kv_heads and cache.shape[3] == self.codec.slot_bytes, cache.shape
-        assert cache.stride()[2:] == (cache.shape[3], 1) and cache.dtype == torch.uint8, cache.stride()
-        assert block_table.dtype == torch.int32 and block_table.stride(1) == 1, block_table.stride()
-        assert lse is None or (lse.dtype == torch.float32 and lse.is_contiguous()), lse
 
     def _fixed_arguments(self) -> Arguments:
         """Return the arguments that are the same in all calls."""
@@ -220,15 +212,6 @@ class CpuDecode:
         arguments.means, arguments.means_stride = means.data_ptr(), means.stride(0) if means.shape[0] > 1 else 0
         arguments.spectrum, arguments.mean_blocks = transform.spectrum.data_ptr(), transform.mean_blocks
         arguments.mean_block_tokens = transform.block_tokens
-
-    def _add_ring(self, arguments: Arguments, ring: Ring) -> None:
-        cache = ring.cache
-        assert cache.stride(3) == 1 and ring.block_table.stride(1) == 1 and ring.first.is_contiguous(), cache.stride()
-        assert ring.block_table.dtype == ring.first.dtype == torch.int32, (ring.block_table.dtype, ring.first.dtype)
-        arguments.ring, arguments.ring_block_size, arguments.ring_window = cache.data_ptr(), cache.shape[2], ring.window
-        arguments.ring_block_stride, arguments.ring_head_stride, arguments.ring_token_stride, _ = cache.stride()
-        arguments.ring_table, arguments.ring_table_stride = ring.block_table.data_ptr(), ring.block_table.stride(0)
-        arguments.ring_first = ring.first.data_ptr()
 
     def _reserve(self, size: int) -> int:
         """Return the address of at least `size` bytes, a multiple of 64."""

@@ -10,11 +10,12 @@ from ...codecs.latent import LatentCodec
 from ...codecs.pages import pack_codes, pack_scales
 from ...codecs.ring import Ring, order_of_bytes
 from ...layout import MICRO_BLOCK, ROPE, ROPE_SCALES
+from ..checks import check_int32, check_pages
 from ..kernel_layout import kernel_layout
 from .build import SIMD, Program, load_library
 from .compiler import Target
 from .constants import constants_header, number_line, numbers_line
-from .tables import ELEMENT_TYPES
+from .tables import ELEMENT_TYPES, add_ring
 
 PROGRAM = Program("latent.cpp", (*SIMD, "jobs.h", "latent_tile.h", "numbers.h", "pages.h", "threads.h"))
 PIECE = 8
@@ -123,9 +124,9 @@ class CpuLatentDecode:
         assert q_latent.shape[1:] == output.shape[1:] == (heads, rank), (q_latent.shape, output.shape)
         assert q_rope.shape[1:] == (heads, rope_dim) and q_rope.dtype == q_latent.dtype, q_rope.shape
         assert q_latent.stride(2) == q_rope.stride(2) == 1 and output.stride()[1:] == (rank, 1), output.stride()
-        assert cache.dtype == torch.uint8 and cache.shape[2] == self.codec.slot_bytes, cache.shape
-        assert cache.stride()[1:] == (cache.shape[2], 1), cache.stride()
-        assert block_table.dtype == torch.int32 and block_table.stride(1) == 1, block_table.stride()
+        check_pages(cache, 1)
+        check_int32(block_table)
+        assert cache.shape[2] == self.codec.slot_bytes, cache.shape
         assert lse is None or (lse.dtype == torch.float32 and lse.is_contiguous()), lse
         call = Arguments(
             cache=cache.data_ptr(), cache_block_stride=cache.stride(0), block_size=cache.shape[1],
@@ -141,19 +142,9 @@ class CpuLatentDecode:
             assert constant.dtype == torch.float32 and constant.is_contiguous(), constant.dtype
             call.constant = constant.data_ptr()
         if ring is not None:
-            _add_ring(call, ring)
+            add_ring(call, ring)
         size = self._workspace_bytes(call) + 64
         if len(self._workspace) < size:
             self._workspace = torch.empty(size + size // 4, dtype=torch.uint8)
         call.workspace = -(-self._workspace.data_ptr() // 64) * 64
         self._decode(call)
-
-
-def _add_ring(call: Arguments, ring: Ring) -> None:
-    cache = ring.cache
-    assert cache.stride(3) == 1 and ring.block_table.stride(1) == 1 and ring.first.is_contiguous(), cache.stride()
-    assert ring.block_table.dtype == ring.first.dtype == torch.int32, (ring.block_table.dtype, ring.first.dtype)
-    call.ring, call.ring_block_size, call.ring_window = cache.data_ptr(), cache.shape[2], ring.window
-    call.ring_block_stride, _, call.ring_token_stride, _ = cache.stride()
-    call.ring_table, call.ring_table_stride = ring.block_table.data_ptr(), ring.block_table.stride(0)
-    call.ring_first = ring.first.data_ptr()

@@ -8,13 +8,14 @@ from __future__ import annotations
 import ctypes
 import functools
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
 from ...codecs.codec import Codec
 from ...codecs.latent import LatentCodec
 from ...codecs.pages import PagedCodec, lanes_of, pack_codes, pack_scales
-from ...codecs.ring import order_of_bytes
+from ...codecs.ring import Ring, order_of_bytes
 from ...formats import BYTE_CODE, CODES_PER_LANE, GROUP_SIZE, Format, code_of, stored_dim
 from ...layout import (
     LANES,
@@ -29,6 +30,7 @@ from ...layout import (
     RingLayout,
     ring_layout,
 )
+from ..checks import check_int32, check_pages
 from .build import SIMD, Program, load_library
 from .compiler import Target
 from .constants import BITS, ROTATIONS, codes_header
@@ -127,8 +129,19 @@ class Cache(ctypes.Structure):
         """cache: uint8 [blocks, KV heads, block_size, bytes], the last two dimensions contiguous."""
         if cache is None:
             return cls()
-        assert cache.dtype == torch.uint8 and cache.stride()[2:] == (cache.shape[3], 1), (cache.shape, cache.stride())
+        check_pages(cache, 1)
         return cls(cache.data_ptr(), *cache.stride()[:2], *cache.shape[2:])
+
+
+def add_ring(call: Any, ring: Ring) -> None:
+    """Set the fields of a decode's arguments that say where a ring is; over latents, there is no `ring_head_stride`."""
+    cache = ring.cache
+    check_int32(ring.block_table, ring.first)
+    assert cache.stride(3) == 1, cache.stride()
+    call.ring, call.ring_block_size, call.ring_window = cache.data_ptr(), cache.shape[2], ring.window
+    call.ring_block_stride, call.ring_head_stride, call.ring_token_stride, _ = cache.stride()
+    call.ring_table, call.ring_table_stride = ring.block_table.data_ptr(), ring.block_table.stride(0)
+    call.ring_first = ring.first.data_ptr()
 
 
 def layer_of(codec: PagedCodec) -> Layer:

@@ -1,6 +1,27 @@
 // Attention of one warp over tiles of tokens, for up to 32 columns. A tile is unpacked once for all of them.
 #pragma once
-#include "columns.cuh"
+#include "combine.cuh"
+
+namespace narrow {
+
+// Queries of 32 columns lie in shared memory, once for each warp: a lane reads what it wrote. Others are in registers.
+constexpr bool SHARES_QUERIES = OCTETS == 4;
+// What replaces the stages of all warps.
+struct WarpResults {
+    float statistics[WARPS][COLUMNS][2], outputs[WARPS][COLUMNS][ROW];
+    Combined combined;
+};
+static_assert(!IS_FINAL || WARPS * ROW >= 32, "the weights of 32 parts replace the outputs of the warps");
+struct Tiles {
+    u8 stages[WARPS][STAGES][STAGE_BYTES];
+    u8 queries[WARPS][2 * COLUMNS * HEAD_DIM];  // fp16 [octet][group][lane][8], with SHARES_QUERIES
+};
+struct SharedMemory {
+    Front front;
+    alignas(16) u8 rest[most_of(SHARES_QUERIES ? sizeof(Tiles) : sizeof(Tiles::stages),
+                                IS_FINAL ? sizeof(WarpResults) : 0)];  // `Tiles`, then `WarpResults`
+};
+static_assert(AT(rest) == STAGES_AT, "where `Stages` has them");
 
 // What a warp carries from tile to tile.
 struct State {
@@ -23,16 +44,13 @@ struct State {
     }
 };
 
-// Queries as right operands of products, [octet][group][channels 8 k + 2 column ..]. Those of up to 16 columns are in
-// registers. Those of 32 lie in shared memory behind the stages, once for each warp: a lane reads what it wrote.
-constexpr bool SHARES_QUERIES = OCTETS == 4;
-constexpr int WARP_QUERY_BYTES = SHARES_QUERIES ? 2 * COLUMNS * HEAD_DIM : 0;
-constexpr int TILES_END = STAGES_AT + WARPS * STAGES * STAGE_BYTES;
+// Queries as right operands of products, [octet][group][channels 8 k + 2 column ..].
 struct Queries {
     u32 pairs[SHARES_QUERIES ? 1 : OCTETS][GROUPS][4], address;
 
     INLINE Queries(int warp, const Lane& lane)
-        : address(shared_address(shared_memory()) + TILES_END + warp * WARP_QUERY_BYTES + 16 * lane.index) {}
+        : address(shared_address(shared_memory()) + AT(rest) + OFFSET_OF(Tiles, queries) +
+                  warp * sizeof(Tiles::queries[0]) + 16 * lane.index) {}
     INLINE void load_pairs(int octet, int group, u32 (&q)[4]) const {
         if (SHARES_QUERIES) load_shared_4(address + (octet * GROUPS + group) * 512, q);
         else for_each<4>([&](auto k) { q[k.value] = pairs[octet][group][k.value]; });
@@ -178,3 +196,5 @@ INLINE Queries load_queries(const Arguments& a, const Request& request, int head
     });
     return queries;
 }
+
+}  // namespace narrow

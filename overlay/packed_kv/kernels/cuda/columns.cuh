@@ -32,11 +32,10 @@ struct Lane {
     }
 };
 
-// Weights are 2^(score - maximum), where `maximum` is any number that keeps
-// them within fp16. It changes only when the sum of a lane's weights of a tile reaches `ceiling`, which costs one vote
-// per tile. The largest weight then becomes 2^HEADROOM: small enough for weights to grow, large enough for products
-// with V's small scales to keep their bits. Scales of 2 and more leave no headroom: from the first one on, no weight
-// exceeds 1.
+// Weights are 2^(score - maximum), where `maximum` is any number that keeps them within fp16. It changes only when the
+// sum of a lane's weights of a tile reaches `ceiling`, which costs one vote per tile. The largest weight then becomes
+// 2^HEADROOM: small enough for weights to grow, large enough for products with V's small scales to keep their bits.
+// Scales of 2 and more leave no headroom: from the first one on, no weight exceeds 1.
 constexpr float HEADROOM = 10;
 constexpr u32 LARGE_SCALES = 0x80808080;
 

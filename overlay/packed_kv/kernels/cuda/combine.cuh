@@ -30,7 +30,7 @@ INLINE void add_to(Numbers& sum, float weight, const Numbers& x) {
 INLINE Numbers scaled(const Numbers& x, float factor) {
     return {x.x * factor, x.y * factor, x.z * factor, x.w * factor};
 }
-// Of weights 2^(score - maximum), whose sum is `total`.
+// Weights 2^(score - maximum), whose sum is `total`.
 struct WeightedSum {
     float maximum, total;
     // The natural log-sum-exp of the scores; -inf if there are none.
@@ -96,7 +96,7 @@ INLINE long long part_row(const WorkItem& item, int part, int head, int column) 
 }
 
 // The last block of a pair to arrive combines the parts of all, 32 at most, and returns true; the others return false.
-// `weights` is [COLUMNS][32] in shared memory.
+// `weights` is [COLUMNS][32] in shared memory; `combined`, the outputs of a `Combined` there.
 INLINE bool combine_blocks(const Arguments& a, const Request& request, int head, const WorkItem& item, float* weights,
                            float* combined) {
     int* last = (int*)(combined + COLUMNS * ROW);

@@ -16,7 +16,7 @@ class LoadsDone {
     friend INLINE LoadsDone nothing_loaded();
     friend class LastLoad;
 };
-// Of memory that no thread has loaded from since the block began.
+// The target is memory that no thread has loaded from since the block began.
 INLINE LoadsDone nothing_loaded() { return {}; }
 // A load behind all loads from shared memory that the warp has issued; all its lanes make it, and wait. They end in
 // order, so once this one has, all have. Nothing moves it in front of the others: ptxas moves no access to memory across
@@ -30,7 +30,7 @@ class LastLoad {
         sync_warp();
         word = load_shared_again(address);
     }
-    // What the vote finds does not matter, but the compiler cannot know that.
+    // The vote's result does not matter, but the compiler cannot know that.
     INLINE LoadsDone wait() const {
         if (__builtin_expect(any_lane(word == ~0u), 0)) fence_async();
         return {};

@@ -57,7 +57,7 @@ constexpr int STAGE_OWNERS = IS_WIDE ? 1 : WARPS;
 constexpr int TILE_TOKENS = 16 * TILE_BLOCKS, TILE_BYTES = TILE_BLOCKS * MICRO_BLOCK_BYTES;
 constexpr int RING_TILE_BYTES = 16 * RING_SLOT_BYTES;
 constexpr int most_of(int a, int b) { return a > b ? a : b; }
-// Of the tiles of all warps that share it.
+// Bytes of a stage: the tiles of all warps that share it.
 constexpr int STAGE_BYTES = most_of(TILE_BYTES, RING_BLOCK ? RING_TILE_BYTES : 0) * (IS_WIDE ? WARPS : 1);
 
 // Shared memory begins with this. What the end of the kernel needs replaces what follows, but not barriers: PTX forbids
@@ -93,17 +93,21 @@ INLINE WorkItem shared_work_item() {
     return WorkItem({words[0], words[1], words[2], words[3]});
 }
 
-// What serves a variant (`constants` of launch.py). The codes and head sizes of roles.cuh are those of `has_unpackers`.
+// What serves a variant (`constants` of launch.py), in a namespace of its own. The codes and head sizes of
+// roles.cuh are those of `has_unpackers`.
 #if UNPACKERS  // 64 columns of codes of 4 bits with head_dim 128: two warpgroups, wgmma
 #include "roles.cuh"
+namespace variant = roles;
 #elif COLUMNS > 32  // other codes and head sizes, and mixed codes: a team of warps, mma
 #include "wide.cuh"
+namespace variant = wide;
 #else  // up to 32 columns of all codes: each warp by itself, mma
 #include "narrow.cuh"
+namespace variant = narrow;
 #endif
 
-BLOCK_OF(decode, (WARPS + UNPACKERS) * 32, SHARED_BYTES);
+BLOCK_OF(decode, (WARPS + UNPACKERS) * 32, sizeof(variant::SharedMemory));
 extern "C" __global__ void __launch_bounds__((WARPS + UNPACKERS) * 32, BLOCKS)
     decode(const __grid_constant__ Arguments a) {
-    attend(a);
+    variant::attend(a);
 }

@@ -1,16 +1,8 @@
 // The end of a block of up to 32 columns: store partial results of each warp, or combine the warps.
 #pragma once
 #include "attend.cuh"
-#include "combine.cuh"
 
-// What replaces the stages of all warps.
-struct WarpResults {
-    float statistics[WARPS][COLUMNS][2], outputs[WARPS][COLUMNS][ROW];
-    Combined combined;
-};
-static_assert(!IS_FINAL || WARPS * ROW >= 32, "the weights of 32 parts replace the outputs of the warps");
-constexpr int SHARED_BYTES =
-    most_of(TILES_END + WARPS * WARP_QUERY_BYTES, IS_FINAL ? STAGES_AT + sizeof(WarpResults) : 0);
+namespace narrow {
 
 // Converts outputs to values of unit 1, and sums the totals over the warp's lanes.
 INLINE void finish(State& state) {
@@ -58,8 +50,9 @@ INLINE void store_partial(const Arguments& a, const Request& request, int head, 
 // Combines the warps of a block, and the blocks of a pair, and writes the output.
 INLINE void combine_warps(const Arguments& a, const Request& request, int head, const WorkItem& item, int warp,
                           const Lane& lane, const State& state) {
-    float* statistics = (float*)(shared_memory() + STAGES_AT);
-    float *outputs = statistics + 2 * WARPS * COLUMNS, *combined = outputs + WARPS * COLUMNS * ROW;
+    WarpResults& results = *(WarpResults*)(shared_memory() + AT(rest));
+    float *statistics = results.statistics[0][0], *outputs = results.outputs[0][0];
+    float* combined = results.combined.outputs[0];
     const bool is_alone = item.parts == 1;
     sync_block();  // all warps have read the tiles that were here
     for_outputs(
@@ -96,3 +89,5 @@ INLINE void combine_warps(const Arguments& a, const Request& request, int head, 
     sync_block();
     rotate_back(a, request, head, warp, lane, matrix, combined);
 }
+
+}  // namespace narrow

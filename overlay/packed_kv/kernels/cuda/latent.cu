@@ -46,18 +46,20 @@ struct Arguments {
 
 #if ROWS <= 32
 #include "latent_narrow.cuh"
+namespace variant = narrow;
 #else
 #include "latent_attend.cuh"
+namespace variant = wide;
 #endif
 
-BLOCK_OF(latent_decode, 384, sizeof(SharedMemory));
+BLOCK_OF(latent_decode, 384, sizeof(variant::SharedMemory));
 extern "C" __global__ void __launch_bounds__(384, 1) latent_decode(const __grid_constant__ Arguments a) {
     const u32 base = shared_address(swizzled_memory());
-    init_shared(base);
+    variant::init_shared(base);
     sync_block();
     wait_for_kernel_before();
     begin_next_kernel();
-    attend_partition(a, base, warpgroup(), threadIdx.x % 128);
+    variant::attend_partition(a, base, warpgroup(), threadIdx.x % 128);
 }
 
 // Combines the partial results of a row; `merge_shares` times two warps, which have 256 channels of a share of the parts

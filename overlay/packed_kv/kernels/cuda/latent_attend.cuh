@@ -9,12 +9,15 @@
 #pragma once
 #include "latent_rows.cuh"
 
+namespace wide {
+
 constexpr int SHARE = 2;  // by measurement
-// Of a thread of each warpgroup; 504 in all.
+// Registers of a thread of each warpgroup; 504 in all.
 constexpr int ATTEND_REGISTERS = 208, SECOND_REGISTERS = 200, UNPACK_REGISTERS = 96;
 
 constexpr int TILE_BYTES = (BLOCKS + 1) * BLOCK_BYTES;  // the last block is RoPE's
-// `*_full`: barriers at which the warps that fill a stage arrive, and those wait that read it. `*_empty`: the other way.
+// `*_full`: barriers at which the warps that fill a stage arrive, once each, and those wait that read it. `*_empty`:
+// the other way.
 struct SharedMemory {
     u8 tiles[2][TILE_BYTES];
     u8 queries[TILE_BYTES];     // fp16 [9, 64 rows, 64 channels]
@@ -29,7 +32,6 @@ struct SharedMemory {
     u64 weights_full;           // weights, factors, event and run: group 0 fills, group 1 reads
     u64 weights_empty;
 };
-#define AT(MEMBER) OFFSET_OF(SharedMemory, MEMBER)
 
 enum NamedBarrier {
     QUERIES_BARRIER = 1,  // group 0: before queries of a run replace others, and before products read them
@@ -60,7 +62,7 @@ struct Share {
 #pragma unroll 1
         for (u32 k = 0; k < 2; k++) unpack(k);
     }
-    // Of the tile that is number `tiles` since the start.
+    // Unpacks its blocks of the tile that is number `tiles` since the start.
     INLINE void unpack(u32 tiles) {
         if (!more) return;
         const u32 stage = tiles % 2;
@@ -110,7 +112,7 @@ INLINE void unpack_tiles(const Arguments& a, u32 base, int t) {
 // What the second group has to know of a tile.
 enum { FIRST = 1, LAST = 2, END = 4 };
 typedef float Outputs[128];  // of rows r and r + 8; channels 8 i + 2 column + {0, 1}
-// Of the rows r and r + 8 of a lane.
+// Numbers of the rows r and r + 8 of a lane.
 struct Pair {
     float of[2];
 };
@@ -349,3 +351,5 @@ INLINE void attend_partition(const Arguments& a, u32 base, int group, int t) {
         unpack_tiles(a, base, t);
     }
 }
+
+}  // namespace wide

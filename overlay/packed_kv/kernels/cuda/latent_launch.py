@@ -8,8 +8,8 @@ from typing import NamedTuple
 import torch
 
 from ...layout import MICRO_BLOCK, PageLayout
+from ..checks import check_int32, check_pages
 from ..kernel_layout import kernel_layout, rope_layout
-from ..triton.launch import check_int32
 from ..units import LOG2_E
 from . import LATENT, LATENT_ROWS
 from .code_constants import decoder_constants, group_constants
@@ -173,8 +173,8 @@ def call_arguments(output: torch.Tensor | None, query: torch.Tensor, rope_query:
 
 def layer_arguments(cache: torch.Tensor, constant: torch.Tensor | None) -> bytes:
     """Return the arguments that are fixed for a layer; see `CudaLatentDecode`."""
-    assert cache.stride()[1:] == (cache.shape[2], 1), cache.stride()
-    assert cache.data_ptr() % 16 == 0 and cache.stride(0) % 16 == 0 and cache.shape[1] % MICRO_BLOCK == 0, cache.shape
+    check_pages(cache)
+    assert cache.shape[1] % MICRO_BLOCK == 0, cache.shape
     assert constant is None or (constant.dtype == torch.float32 and constant.is_contiguous()), constant.dtype
     return LAYER_ARGUMENTS.pack(cache.data_ptr(), 0 if constant is None else constant.data_ptr(), cache.stride(0))
 

@@ -6,7 +6,9 @@
 #pragma once
 #include "latent_rows.cuh"
 
-// Of a thread of each kind of warpgroup; 504 in all.
+namespace narrow {
+
+// Registers of a thread of each kind of warpgroup; 504 in all.
 constexpr int SCORE_REGISTERS = ROWS == 16 ? 192 : ROWS == 24 ? 184 : 168, SUM_REGISTERS = 504 - 2 * SCORE_REGISTERS;
 constexpr int WEIGHT_BYTES = ROWS == 16 ? 32 : 64;  // of a token; weights of 24 rows lie as those of 32
 struct Stage {
@@ -25,7 +27,6 @@ struct SharedMemory {
     u64 tile_empty[2];                          // group 2 has added the tile, the group that has the next one fills
     u64 page_full[8];                           // a raw page: a warp's copy fills, the warp reads
 };
-#define AT(MEMBER) OFFSET_OF(SharedMemory, MEMBER)
 #define IN_STAGE(MEMBER) OFFSET_OF(Stage, MEMBER)
 enum NamedBarrier {
     MAXIMA_BARRIER = 1,   // and 2: a group that scores, before its warps take each other's largest scores
@@ -81,7 +82,7 @@ struct RawPage {
     }
 };
 
-// Of a warp's 16 tokens: the weights of its tile, behind those of the tile before.
+// The weights of a warp's 16 tokens: those of its tile, behind those of the tile before.
 struct Weights {
     Columns maximum;  // of the run's tiles so far
     Columns total;    // of this group's
@@ -326,3 +327,5 @@ INLINE void attend_partition(const Arguments& a, u32 base, int group, int t) {
         add_tiles(a, base, t);
     }
 }
+
+}  // namespace narrow

@@ -65,12 +65,11 @@ struct SharedMemory {
     u8 weights[TILE / 16][512];        // fp16, as left operands of 16 tokens
     float rows[16][4];                 // by what sums shrink, maximum, total
 };
-#define AT(MEMBER) OFFSET_OF(SharedMemory, MEMBER)
 static_assert(HALF * 2 == GROUPS, "shape");
 constexpr float MASKED = -1.0e30f;
 
 // Two channels as fp16.
-INLINE u32 query_pair(u32 word) {
+INLINE u32 query_halves(u32 word) {
     if (QUERY == 0) return word;
     return to_halves(__int_as_float(word << 16), __int_as_float(word & 0xFFFF0000u));
 }
@@ -79,7 +78,7 @@ INLINE u32 value_pair(u32 word, u32 selector, u32 scale) {
     return multiply_halves(add_halves(prmt(word, 0x48484848u, selector), 0xC880C880u), scale);
 }
 // The bytes of two scales as fp16.
-INLINE u32 scale_pair(u32 low, u32 high) { return prmt(low, high, 0x4101) >> 1; }
+INLINE u32 two_scales(u32 low, u32 high) { return prmt(low, high, 0x4101) >> 1; }
 INLINE float load_shared_float(u32 address) { return __int_as_float(load_shared(address)); }
 INLINE void store_four(const Arguments& a, u64 at, const float (&x)[4]) {
     if (OUTPUT == 2) {
@@ -208,14 +207,14 @@ extern "C" __global__ void __launch_bounds__(256, SHARES < 4 ? 2 : 1) attend_lat
                 u32 q[2][4];
 #pragma unroll
                 for (int i = 0; i < 8; i++)
-                    q[i / 4][i % 4] = query_pair(
+                    q[i / 4][i % 4] = query_halves(
                         load_shared(shared + (r + i % 2 * 8) * QUERY_BYTES + group * 64 + i / 2 * 16 + 4 * c));
 #pragma unroll
                 for (int n = 0; n < 2; n++) {
                     u32 codes[2];
                     load_shared_2(own + n * 8 * TOKEN_BYTES + group * 32 + 8 * c, codes);
                     const u32 byte = load_shared_byte(own + n * 8 * TOKEN_BYTES + SCALES_AT + group);
-                    const u32 scale = scale_pair(byte, byte);
+                    const u32 scale = two_scales(byte, byte);
 #pragma unroll
                     for (int k = 0; k < 2; k++)
                         mma(scores[n], q[k][0], q[k][1], q[k][2], q[k][3], value_pair(codes[k], 0x4140, scale),
@@ -281,7 +280,7 @@ extern "C" __global__ void __launch_bounds__(256, SHARES < 4 ? 2 : 1) attend_lat
                     const u32 one = own + k * 8 * TOKEN_BYTES, other = one + 4 * TOKEN_BYTES;
                     const u32 first_word = load_shared(one + group * 32 + r * 4);
                     const u32 second_word = load_shared(other + group * 32 + r * 4);
-                    const u32 scale = scale_pair(load_shared_byte(one + SCALES_AT + group),
+                    const u32 scale = two_scales(load_shared_byte(one + SCALES_AT + group),
                                                  load_shared_byte(other + SCALES_AT + group));
                     const u32 low = prmt(first_word, second_word, 0x5140), high = prmt(first_word, second_word, 0x7362);
                     b[k][0] = value_pair(low, 0x4140, scale), b[k][1] = value_pair(low, 0x4342, scale);

@@ -9,8 +9,7 @@ import torch
 
 from ...codecs.ring import Ring
 from ...layout import ring_slot_bytes
-from ..triton.latent_ring import check_latent_ring
-from ..triton.launch import check_int32
+from ..checks import check_int32, check_ring
 from ..units import LOG2_E
 from . import LATENT
 from .kernel import Compilation, CudaKernel
@@ -93,7 +92,7 @@ def make_step(
 
 def layer_arguments(ring: torch.Tensor, inverse_gain: torch.Tensor, constant: torch.Tensor | None) -> bytes:
     """Return the arguments that are fixed for a layer; see `CudaLatentRing`."""
-    check_latent_ring(ring, ring_slot_bytes(RANK + ROPE_DIM, 1))
+    check_ring(ring, 1, ring_slot_bytes(RANK + ROPE_DIM, 1), 8)
     for x in (inverse_gain, constant):
         assert x is None or (x.dtype == torch.float32 and x.is_contiguous() and x.data_ptr() % 16 == 0), x.dtype
     of_constant = 0 if constant is None else constant.data_ptr()

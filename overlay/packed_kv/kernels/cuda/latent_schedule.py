@@ -17,7 +17,8 @@ import triton
 import triton.language as tl
 
 from .. import power_of_2
-from ..triton.launch import Arguments, Launch, check_int32
+from ..checks import check_int32
+from ..triton.launch import Arguments, Launch
 
 TILE_TOKENS = 64
 RUN_TILES = 2

@@ -27,7 +27,7 @@ INLINE void decode_block(const Words& words, u32 word, const Tables& tables, u32
     });
 }
 
-// Whether a chunk of words has codes or signs of blocks FIRST to LAST - 1.
+// Returns whether a chunk of words has codes or signs of blocks FIRST to LAST - 1.
 constexpr bool has_words(int start, int end, int first, int last) {
     for (int g = 2 * first; g < 2 * last; g++) {
         const Group group = group_layout(g);
@@ -112,7 +112,7 @@ INLINE void own_offsets(int lane, int warp, u32 (&offsets)[4]) {
         offsets[k.value] = (warp * 16 + lane % 16) * 128 + (((2 * k.value + lane / 16) ^ (lane & 7)) << 4);
     });
 }
-// Of a warp whose stores the products of other warps read.
+// Ends a warp's stores, which the products of other warps read.
 INLINE void finish_stores(u32 barrier, int lane) {
     fence_async();
     sync_warp();

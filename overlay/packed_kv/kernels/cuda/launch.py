@@ -11,10 +11,10 @@ import torch
 
 from ...codecs.ring import Ring
 from ...formats import GROUP_SIZE
-from ...layout import MICRO_BLOCK, PageLayout
+from ...layout import MICRO_BLOCK, PageLayout, ring_slot_bytes
+from ..checks import check_int32, check_pages, check_ring
 from ..kernel_layout import KernelLayout, kernel_layout
-from ..triton.launch import check_int32, head_stride
-from ..triton.ring import check_ring
+from ..triton.launch import head_stride
 from . import COLUMNS, pass_tokens
 from .code_constants import decoder_constants, group_constants
 from .kernel import Compilation, CudaKernel
@@ -319,14 +319,14 @@ def layer_arguments(
         matrix: fp16 [1 or KV heads, head_dim / 16, head_dim / 16, 32, 8], of `pack_matrix`.
         counters: int32 zeros [items * KV heads], of `make_counters`.
     """
-    assert cache.stride()[2:] == (cache.shape[3], 1) and output.stride(3) == 1, (cache.stride(), output.stride())
-    assert cache.data_ptr() % 16 == 0 and not any(stride % 16 for stride in cache.stride()[:2]), cache.stride()
+    check_pages(cache)
+    assert output.stride(3) == 1, output.stride()
     strides: tuple[int, ...] = (0, 0)
     if ring is not None:
         strides = ring.cache.stride()[:2]
-        check_ring(ring, cache.shape[1], output.shape[3])
+        check_ring(ring.cache, cache.shape[1], ring_slot_bytes(output.shape[3]), 16)
         piece = math.gcd(MICRO_BLOCK, ring.cache.shape[2]) * ring.cache.shape[3]  # bytes of one bulk copy
-        assert ring.cache.data_ptr() % 16 == 0 and not any(n % 16 for n in (piece, *strides)), (piece, strides)
+        assert piece % 16 == 0, piece
     return LAYER_ARGUMENTS.pack(
         cache.data_ptr(), 0 if ring is None else ring.cache.data_ptr(), matrix.data_ptr(), counters.data_ptr(),
         *cache.stride()[:2], *strides, head_stride(matrix) // 8, output.stride(0), output.stride(2),
@@ -345,18 +345,17 @@ class CudaDecode(CudaKernel[tuple[int, bool, int]]):
         ring: cache uint8 [blocks, KV heads, ring block, ring slot bytes], likewise aligned; None: there is none.
         output: fp16, bf16 or fp32 [tokens, KV heads, queries per KV head, head_dim], unit stride over channels; calls
             have its dtype and strides.
-        has_bias: whether steps have a query bias.
+        tiles_a_block: tiles of pages that one block of means serves, 0: there is one block; None: keys are not centred,
+            and steps have no query bias.
         has_lse: whether steps whose grid is final have log-sum-exps to fill.
-        tiles_a_block: tiles of pages that one block of means serves; 0: there is one block.
     """
 
     def __init__(
         self, page: PageLayout, matrix: torch.Tensor, counters: torch.Tensor, cache: torch.Tensor, ring: Ring | None,
-        output: torch.Tensor, has_bias: bool, has_lse: bool = False, tiles_a_block: int = 0,
+        output: torch.Tensor, tiles_a_block: int | None, has_lse: bool = False,
     ) -> None:  # fmt: skip
         _, self.kv_heads, self.group, _ = output.shape
-        self.page, self.has_bias, self.has_lse, self.output = page, has_bias, has_lse, output.dtype
-        self.tiles_a_block = tiles_a_block
+        self.page, self.tiles_a_block, self.has_lse, self.output = page, tiles_a_block, has_lse, output.dtype
         self.keep_alive = matrix, counters
         self.block_size = cache.shape[2]
         self.ring_block, self.recent = (ring.cache.shape[2], ring.window) if ring else (0, 0)
@@ -407,8 +406,8 @@ class CudaDecode(CudaKernel[tuple[int, bool, int]]):
         warps, is_final, max_query_len = key
         variant = Variant(
             warps, is_final, column_count(self.group, max_query_len), self.block_size, self.ring_block,
-            self.recent, self.has_bias, self.output, self.has_lse and is_final,
-            self.tiles_a_block, pass_count(self.group, max_query_len),
+            self.recent, self.tiles_a_block is not None, self.output, self.has_lse and is_final,
+            self.tiles_a_block or 0, pass_count(self.group, max_query_len),
         )  # fmt: skip
         values = constants(self.page, self.kv_heads, self.group, variant)
         return Compilation.of(program(values), values)

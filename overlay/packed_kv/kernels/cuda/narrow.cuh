@@ -3,6 +3,8 @@
 #include "finish.cuh"
 #include "pages.cuh"
 
+namespace narrow {
+
 INLINE void ring_scores(u32 tile, const Queries& queries, const Lane& lane, float (&scores)[SCORES]) {
     score(
         queries, [&](auto group, u32* pairs) { ring_key_pairs(tile, lane, group.value, pairs); },
@@ -178,3 +180,5 @@ INLINE void attend(const Arguments& a) {
     if constexpr (IS_FINAL) combine_warps(a, request, head, shared_work_item(), warp, lane, state);
     else store_partial(a, request, head, split, splits, lane, state);
 }
+
+}  // namespace narrow

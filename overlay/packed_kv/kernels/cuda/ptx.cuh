@@ -10,6 +10,8 @@ typedef unsigned long long u64;
 #define INLINE __device__ __forceinline__
 // The offset of a member of a struct, as of offsetof.
 #define OFFSET_OF(TYPE, MEMBER) (u32)__INTADDR__(&((TYPE*)0)->MEMBER)
+// The offset of a member of the kernel's `SharedMemory`.
+#define AT(MEMBER) OFFSET_OF(SharedMemory, MEMBER)
 // Says to the host (kernel.py) how many threads and bytes of shared memory a block of a kernel has.
 #define BLOCK_OF(KERNEL, THREADS, BYTES) extern "C" __device__ const u32 KERNEL##_block[] = {THREADS, BYTES}
 
@@ -32,7 +34,7 @@ INLINE u32 multiply_halves(u32 a, u32 b) {
     asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(result) : "r"(a), "r"(b));
     return result;
 }
-// By the lower half of `scales`, or its upper one.
+// Multiplies both halves by the lower half of `scales`, or its upper one.
 INLINE u32 multiply_by_lower(u32 pair, u32 scales) {
     u32 result;
     asm("{ .reg .b16 l, u; .reg .b32 x; mov.b32 {l, u}, %2; mov.b32 x, {l, l}; mul.rn.f16x2 %0, %1, x; }"

@@ -10,6 +10,8 @@
 #pragma once
 #include "pages.cuh"
 
+namespace roles {
+
 constexpr int HALF_BYTES = 64 * 128, TEAM_TILE_BYTES = 2 * HALF_BYTES, TEAM_STAGES = 2;
 static_assert(WARPS == 4 && UNPACKERS == 4 && TILE_BLOCKS == 1 && HEAD_DIM == 128, "two warpgroups");
 constexpr int RAW_BYTES = STAGES * MICRO_BLOCK_BYTES;  // of a warp
@@ -26,9 +28,7 @@ struct SharedMemory {
     alignas(1024) u8 queries[TEAM_TILE_BYTES];
     u8 keys[TEAM_STAGES][TEAM_TILE_BYTES], values[TEAM_STAGES][TEAM_TILE_BYTES];
 };
-#define AT(MEMBER) OFFSET_OF(SharedMemory, MEMBER)
-constexpr int SHARED_BYTES = sizeof(SharedMemory);
-static_assert(SHARED_BYTES >= AT(raw) + sizeof(TeamResults), "the block's results");
+static_assert(sizeof(SharedMemory) >= AT(raw) + sizeof(TeamResults), "the block's results");
 
 // Registers of a thread of each warpgroup; both begin with 128.
 constexpr int ATTEND_REGISTERS = 184, UNPACK_REGISTERS = 72;
@@ -111,7 +111,7 @@ INLINE void unpack_values(u32 target, Decode&& decode, const u32 (&scales)[4], b
         store_matrices(target + 32 * group * 128, p), store_matrices(target + (32 * group + 16) * 128, p + 4);
     });
 }
-// Of a warp whose stores the products of other warps read.
+// Ends a warp's stores, which the products of other warps read.
 INLINE void finish_stores(u32 barrier, const Lane& lane) {
     fence_async();
     sync_warp();
@@ -239,9 +239,9 @@ INLINE float load_bias(const Arguments& a, const Request& request, int row, u32 
     return a.query_bias[request.row(blockIdx.y, request.has(row) ? row : 0) * a.bias_stride + element];
 }
 
-// Masks scores of a tile, and puts in them what `Biases` says: the correction of token 0, and the difference of the bias
-// of a token's block to that of the tile's first one. The maxima become those of scores
-// without the bias of the tile's first block.
+// Masks scores of a tile, and puts in them what `Biases` says: the correction of token 0, and the difference of the
+// bias of a token's block to that of the tile's first one. The maxima become those of scores without the bias of the
+// tile's first block.
 INLINE void prepare_scores(const Arguments& a, const Request& request, const TeamTiles& tiles, int number, int end,
                            int row, const Lane& lane, RowState& state, float (&scores)[32]) {
     const bool is_ring = RING_BLOCK && number < tiles.ring;
@@ -446,3 +446,5 @@ INLINE void attend(const Arguments& a) {
         unpack_tiles(a, request, pages, tiles, head, warp, lane);
     }
 }
+
+}  // namespace roles

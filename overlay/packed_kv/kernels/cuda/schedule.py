@@ -20,7 +20,8 @@ import triton
 import triton.language as tl
 
 from .. import power_of_2
-from ..triton.launch import Arguments, Launch, check_int32
+from ..checks import check_int32
+from ..triton.launch import Arguments, Launch
 
 MAX_PARTS = 32
 """Parts of a request: one warp combines them, a lane each."""
@@ -124,13 +125,12 @@ class Scheduler:
         resident_blocks: blocks that the card runs at a time, per KV head.
         warps: warps of a block.
         device: of the schedules.
-        stream_k: whether requests are cut as stream-K does; None: with 8 warps and more.
+        stream_k: whether requests are cut as stream-K does.
     """
 
     def __init__(
-        self, requests: int, resident_blocks: int, warps: int, device: torch.device, *, stream_k: bool | None = None
+        self, requests: int, resident_blocks: int, warps: int, device: torch.device, *, stream_k: bool
     ) -> None:
-        stream_k = warps >= 8 if stream_k is None else stream_k
         self.requests, self.resident_blocks, self.warps = requests, resident_blocks, warps
         count = item_count(requests, resident_blocks)
         assert count <= 1 << (31 - SLOT_SHIFT), count  # what the words of an item have room for

@@ -4,6 +4,8 @@
 #pragma once
 #include "pages.cuh"
 
+namespace wide {
+
 constexpr int TEAM_BLOCKS = WARPS * TILE_BLOCKS;  // micro-blocks of a team's tile
 constexpr int OPERAND = 32 * 16;  // bytes that a warp loads at once, 16 a lane
 constexpr int WEIGHT_BYTES = 2 * 16 * TEAM_BLOCKS * COLUMNS;  // of a tile
@@ -20,8 +22,7 @@ struct SharedMemory {
         TeamResults results;
     };
 };
-#define AT(MEMBER) OFFSET_OF(SharedMemory, MEMBER)
-constexpr int SHARED_BYTES = sizeof(SharedMemory);
+static_assert(AT(team.stages) == STAGES_AT, "where `Stages` has them");
 static_assert(WARPS == GROUPS && OCTETS % 2 == 0, "a warp for each group, and pairs of octets");
 
 // The headroom of weights, see `HEADROOM`. A lane sums those of all its columns, and compares the sum with the ceiling.
@@ -112,7 +113,8 @@ INLINE void move_maxima(const Arguments& a, TeamState& state, int warp, const La
     sync_warp();
 }
 
-// Computes the weights of TILES micro-blocks; `put` puts those of two octets into shared memory. Returns whether the maxima must move first; then the tile is to be scored again. All warps call it.
+// Computes the weights of TILES micro-blocks; `put` puts those of two octets into shared memory. Returns whether the
+// maxima must move first; then the tile is to be scored again. All warps call it.
 template <int TILES, class Put>
 INLINE bool share_weights(TeamState& state, int warp, const Lane& lane, float score_factor, bool moved,
                           const float (&scores)[TILES][SCORES], u32 scale_bits, Put&& put) {
@@ -148,3 +150,5 @@ INLINE bool share_weights(TeamState& state, int warp, const Lane& lane, float sc
     for_each<OWN>([&](auto c) { state.total[c.value] += sums[c.value]; });
     return false;
 }
+
+}  // namespace wide

@@ -3,6 +3,8 @@
 #pragma once
 #include "team.cuh"
 
+namespace wide {
+
 constexpr int WEIGHTS_OF_BLOCK = OCTETS / 2 * OPERAND;
 
 // Puts queries into shared memory, as `to_page_unit` of Queries has them if there is no ring.
@@ -167,3 +169,5 @@ INLINE WeightsOfWarp weights_of_ring(u32 weights, int warp, const Lane& lane) {
 INLINE WeightsOfWarp weights_of_pages(u32 weights, int warp, const Lane& lane) {
     return {weights + warp * (TILE_BLOCKS * WEIGHTS_OF_BLOCK), lane};
 }
+
+}  // namespace wide

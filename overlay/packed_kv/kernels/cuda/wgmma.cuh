@@ -5,10 +5,9 @@
 // ---- barriers
 
 INLINE void arrive(u32 barrier) { asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" :: "r"(barrier) : "memory"); }
-// Named barriers, by a `NamedBarrier` of the kernel: 0 is the block's (`sync_block`).
-// Of the 128 threads of a warpgroup.
+// Named barriers, by a `NamedBarrier` of the kernel: 0 is the block's (`sync_block`). The first waits for the 128
+// threads of a warpgroup, the second for 256 of two.
 INLINE void sync_group(int id) { asm volatile("barrier.cta.sync %0, 128;" :: "r"(id) : "memory"); }
-// Of two warpgroups' 256 threads.
 INLINE void sync_two_groups(int id) { asm volatile("barrier.cta.sync %0, 256;" :: "r"(id) : "memory"); }
 INLINE bool any_of_group(int id, bool x) {
     u32 r;
@@ -19,7 +18,7 @@ INLINE bool any_of_group(int id, bool x) {
 
 // ---- registers
 
-// From the number that a thread starts with: 168 of three warpgroups.
+// Gives a thread COUNT registers. It starts with START: 168 with three warpgroups.
 template <int COUNT, int START = 168> INLINE void set_registers() {
     if constexpr (COUNT < START) asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" :: "n"(COUNT));
     if constexpr (COUNT > START) asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" :: "n"(COUNT));
@@ -66,8 +65,8 @@ INLINE void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" :::
 template <int PENDING> INLINE void wgmma_wait() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" :: "n"(PENDING) : "memory");
 }
-// Of a matrix in shared memory in rows of 128 bytes, whose 16-byte pieces are swizzled by the row's number modulo 8.
-// Groups of 8 rows follow each other by 1024 bytes; blocks of 64 columns, of a transposed one, by `lead`.
+// Describes a matrix in shared memory in rows of 128 bytes, whose 16-byte pieces are swizzled by the row's number
+// modulo 8. Groups of 8 rows follow each other by 1024 bytes; blocks of 64 columns, of a transposed one, by `lead`.
 INLINE u32 matrix_descriptor(u32 address, u32 lead) { return (address & 0x3FFFF) >> 4 | lead >> 4 << 16; }
 #define DESCRIPTOR(NAME, LOW, HIGH) " .reg .b64 " NAME "; mov.b64 " NAME ", {" LOW ", " HIGH "};"
 

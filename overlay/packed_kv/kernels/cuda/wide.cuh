@@ -8,6 +8,8 @@
 #pragma once
 #include "team_mma.cuh"
 
+namespace wide {
+
 // Stores what `store_partial` or `combine_warps` store for narrow blocks. `maxima` are those of whole scores.
 INLINE void store_team(const Arguments& a, const Request& request, int head, const WorkItem& item, int split,
                        int splits, int warp, const Lane& lane, TeamState& state, const float (&maxima)[OWN]) {
@@ -219,3 +221,5 @@ INLINE void attend(const Arguments& a) {
     }
     store_team(a, request, head, again, split, splits, warp, lane, state, maxima);
 }
+
+}  // namespace wide

@@ -15,14 +15,15 @@ import triton
 import triton.language as tl
 
 from ...codecs.ring import Ring
-from ...layout import PageLayout
+from ...layout import PageLayout, ring_slot_bytes
+from ..checks import check_pages, check_ring
 from ..kernel_layout import kernel_layout
 from ..units import LOG2_E
 from .fragments import hide_from_optimizer
 from .launch import Arguments, Launch, StepLaunch
 from .means import add_first_bias, bias_increase, bias_of_block, block_of, columns_and_rows
 from .pages import decode_key, decode_value, load_key, load_value
-from .ring import RING_UNIT, attend_ring, check_ring
+from .ring import RING_UNIT, attend_ring
 from .scales import key_scales, online_softmax_update, scale_weights, transpose_weights
 
 _LOG2_E = tl.constexpr(LOG2_E)
@@ -361,10 +362,9 @@ class DecodeLaunch(Launch):
     def __init__(
         self, page: PageLayout, shape: DecodeShape, columns: int, cache: torch.Tensor, ring: Ring | None
     ) -> None:
-        assert cache.stride()[2:] == (cache.shape[3], 1), cache.stride()
-        assert not any(stride % 16 for stride in cache.stride()[:2]), cache.stride()
+        check_pages(cache)
         if ring is not None:
-            check_ring(ring, shape.kv_heads, shape.head_dim)
+            check_ring(ring.cache, shape.kv_heads, ring_slot_bytes(shape.head_dim))
         of_ring = cache if ring is None else ring.cache
         soft_cap = shape.logits_soft_cap or 0.0
         registers = WIDE_REGISTERS if shape.is_wide(columns) else shape.max_registers if shape.head_dim <= 128 else None

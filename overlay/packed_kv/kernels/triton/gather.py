@@ -13,6 +13,7 @@ import triton.language as tl
 
 from ...layout import MICRO_BLOCK, PageLayout
 from .. import power_of_2
+from ..checks import check_pages
 from ..kernel_layout import kernel_layout
 from .fragments import as_key, as_value
 from .launch import Arguments, Launch, StepLaunch, head_stride
@@ -98,8 +99,7 @@ class GatherLaunch(Launch):
     holds those of K exactly. Called without tensors."""
 
     def __init__(self, page: PageLayout, cache: torch.Tensor, kv_heads: int) -> None:
-        assert cache.stride()[2:] == (cache.shape[3], 1), cache.stride()
-        assert not any(stride % 16 for stride in cache.stride()[:2]), cache.stride()
+        check_pages(cache)
         super().__init__(
             _gather_kernel,
             Arguments(cache, cache.stride(0) // 4, cache.stride(1) // 4),

@@ -15,6 +15,7 @@ import triton.language as tl
 
 from ...layout import MICRO_BLOCK, PageLayout
 from .. import power_of_2
+from ..checks import check_int32, check_pages
 from ..kernel_layout import kernel_layout, rope_layout
 from ..units import LOG2_E
 from .fragments import hide_from_optimizer
@@ -156,7 +157,7 @@ class DecodeLatentsLaunch(Launch):
     def __init__(
         self, page: PageLayout, shape: LatentShape, cache: torch.Tensor, q_latent: torch.Tensor, q_rope: torch.Tensor
     ) -> None:
-        assert cache.stride()[1:] == (cache.shape[2], 1) and cache.stride(0) % 16 == 0, cache.stride()
+        check_pages(cache)
         assert q_latent.stride(2) == q_rope.stride(2) == 1, (q_latent.stride(), q_rope.stride())
         layout = kernel_layout(page)
         groups = len(layout.groups)
@@ -184,7 +185,8 @@ class DecodeLatentsLaunch(Launch):
         partial_stats: torch.Tensor,
     ) -> StepLaunch:
         """`max_query_len`: most query tokens of a request, known on the host."""
-        assert partial_output.is_contiguous() and partial_stats.is_contiguous() and block_table.stride(1) == 1
+        check_int32(block_table, query_start, seq_lens)
+        assert partial_output.is_contiguous() and partial_stats.is_contiguous()
         splits, stride = partial_output.shape[2], block_table.stride(0)
         arguments = Arguments(block_table, query_start, seq_lens, partial_output, partial_stats, stride, splits)
         return StepLaunch((splits, row_tiles(shape, max_query_len), len(seq_lens)), arguments)

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from ...layout import MICRO_BLOCK, PageLayout
+from ..checks import check_int32, check_pages
 from ..kernel_layout import kernel_layout, rope_layout
 from .fragments import hide_from_optimizer
 from .latent_pages import LATENT_UNIT, decode_groups, load_latents, load_rope, load_scales, micro_block_pointers
@@ -74,7 +75,7 @@ class GatherLatentsLaunch(Launch):
     rows to fill; latents in fp16 are exact, below 96."""
 
     def __init__(self, page: PageLayout, cache: torch.Tensor) -> None:
-        assert cache.stride()[1:] == (cache.shape[2], 1) and cache.stride(0) % 16 == 0, cache.stride()
+        check_pages(cache)
         super().__init__(
             _gather_latents_kernel,
             Arguments(cache, cache.stride(0) // 4),
@@ -91,6 +92,7 @@ class GatherLatentsLaunch(Launch):
     ) -> StepLaunch:
         """Tokens of request i from `starts[i]` on, a multiple of 16, go to `rows[first_rows[i] : first_rows[i + 1]]`.
         `longest`: most tokens of a request, known on the host."""
-        assert rows.is_contiguous() and block_table.stride(1) == 1, (rows.stride(), block_table.stride())
+        check_int32(block_table, starts, first_rows)
+        assert rows.is_contiguous(), rows.stride()
         arguments = Arguments(block_table, starts, first_rows, block_table.stride(0))
         return StepLaunch((-(-longest // TILE_TOKENS), len(starts), 1), arguments)

@@ -17,6 +17,7 @@ import triton.language as tl
 from ...codecs.latent import LatentCodec
 from ...codecs.ring import Ring
 from ...layout import ring_layout
+from ..checks import check_int32, check_ring
 from ..units import LOG2_E
 from .latent_decode import LatentShape, row_tiles
 from .launch import Arguments, Launch, StepLaunch
@@ -31,12 +32,6 @@ REQUESTS_A_PROGRAM = 128
 """Requests per program of `split_lens`."""
 _LOG2_E = tl.constexpr(LOG2_E)
 _MASKED = tl.constexpr(-1.0e30)
-
-
-def check_latent_ring(ring: torch.Tensor, slot_bytes: int) -> None:
-    """Assert the layout that the kernels need."""
-    assert ring.dtype == torch.uint8 and ring.shape[1] == 1 and ring.shape[3] == slot_bytes, (ring.dtype, ring.shape)
-    assert ring.stride()[2:] == (slot_bytes, 1) and ring.stride(0) % 8 == ring.data_ptr() % 8 == 0, ring.stride()
 
 
 @triton.jit(do_not_specialize=["requests"])
@@ -196,7 +191,7 @@ class AttendLatentRingLaunch(Launch):
         constant: torch.Tensor | None,
     ) -> None:  # fmt: skip
         """`like`: `q_latent`, `q_rope` and `output`."""
-        check_latent_ring(ring, codec.ring_slot_bytes)
+        check_ring(ring, 1, codec.ring_slot_bytes, 8)
         assert all(x.stride(2) == 1 for x in like), [x.stride() for x in like]
         super().__init__(
             _attend_latent_ring_kernel,
@@ -225,7 +220,8 @@ class AttendLatentRingLaunch(Launch):
     ) -> StepLaunch:
         """`part`, `lse`: the attention over pages, without the constant. `max_query_len`: known on the host."""
         table, rank = ring.block_table, part.shape[2]
-        assert part.is_contiguous() and lse.is_contiguous() and table.stride(1) == 1, table.stride()
+        check_int32(table, query_start, seq_lens, page_lens)
+        assert part.is_contiguous() and lse.is_contiguous(), (part.stride(), lse.stride())
         grid = row_tiles(shape, max_query_len), len(seq_lens), rank // 32 // _chunk(rank)
         return StepLaunch(grid, Arguments(table, query_start, seq_lens, page_lens, part, lse, table.stride(0)))
 
@@ -270,7 +266,7 @@ class GatherLatentRingLaunch(Launch):
 
     def __init__(self, codec: LatentCodec, ring: Ring, inverse_gain: torch.Tensor, *, as_values: bool) -> None:
         cache = ring.cache
-        check_latent_ring(cache, codec.ring_slot_bytes)
+        check_ring(cache, 1, codec.ring_slot_bytes, 8)
         super().__init__(
             _gather_latent_ring_kernel,
             Arguments(cache, cache.stride(0), inverse_gain),
@@ -295,7 +291,8 @@ class GatherLatentRingLaunch(Launch):
         """`rows`, `starts`, `first_rows`: see `GatherLatentsLaunch`. `context_lens`: tokens of each request before its
         prompt's; the ring has the last `window` - 1 of them."""
         table = ring.block_table
-        assert rows.is_contiguous() and table.stride(1) == 1, (rows.stride(), table.stride())
+        check_int32(table, starts, first_rows, context_lens)
+        assert rows.is_contiguous(), rows.stride()
         channels = codec.rank if as_values else codec.rank + codec.rope_dim
         arguments = Arguments(table, ring.first, starts, first_rows, context_lens, table.stride(0))
         return StepLaunch((len(starts), channels // 32, 1), arguments)

@@ -11,10 +11,11 @@ import triton
 import triton.language as tl
 
 from ...layout import ROW_TOKENS, RowLayout
+from ..checks import check_int32
 from ..kernel_layout import latent_row_layout
 from .fragments import hide_from_optimizer, join_pairs
 from .latent_pages import LATENT_UNIT, decode_group, lane_of, load_chunk, load_latents, product
-from .launch import Arguments, Launch, StepLaunch, check_int32
+from .launch import Arguments, Launch, StepLaunch
 from .ring import key_pairs, ring_step_size
 
 EIGHTS = 4

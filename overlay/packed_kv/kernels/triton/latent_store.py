@@ -13,10 +13,9 @@ import triton.language as tl
 from ...codecs.latent import LatentCodec
 from ...codecs.latent_rows import LatentRowCodec
 from ...codecs.transform import INPUT_LIMIT
-from ...layout import MICRO_BLOCK
 from .. import power_of_2
+from ..checks import check_ring, check_slots, check_stored_pages
 from ..kernel_layout import KernelLayout, kernel_layout, latent_row_layout, rope_layout
-from .latent_ring import check_latent_ring
 from .launch import Arguments, Launch, StepLaunch
 from .pages import KEY
 from .ring import inverse_step_size, ring_code, ring_scale, ring_step_size
@@ -49,15 +48,12 @@ class StoreLatentsLaunch(Launch):
         *,
         only_ring: bool = False,
     ) -> None:
-        _, block_size, slot_bytes = cache.shape
-        assert cache.dtype == torch.uint8 and slot_bytes == codec.slot_bytes, (cache.dtype, cache.shape)
-        assert cache.stride()[1:] == (slot_bytes, 1) and block_size % MICRO_BLOCK == 0, (cache.shape, cache.stride())
-        assert cache.data_ptr() % 4 == 0 and cache.stride(0) % 4 == 0, cache.stride()
+        check_stored_pages(cache, codec.slot_bytes)
         assert latent.shape[1] == codec.rank and rope.shape[1] == codec.rope_dim, (latent.shape, rope.shape)
         assert latent.stride(1) == rope.stride(1) == 1, (latent.stride(), rope.stride())
         assert ring is not None or not only_ring
         if ring is not None:
-            check_latent_ring(ring, codec.ring_slot_bytes)
+            check_ring(ring, 1, codec.ring_slot_bytes, 8)
         of_ring = cache if ring is None else ring
         transform = codec.latent.transform
         layout = kernel_layout(codec.layout)
@@ -73,7 +69,7 @@ class StoreLatentsLaunch(Launch):
             dict(
                 HAS_PAGES=not only_ring, RING_BLOCK=0 if ring is None else ring.shape[2],
                 TRANSFORMED=codec.transform_table is not None, ORDERED=codec.latent.order is not None,
-                ROTATION=codec.fmt.rotation, BLOCK_SIZE=block_size, ROWS=rows_of(layout), RANK=codec.rank,
+                ROTATION=codec.fmt.rotation, BLOCK_SIZE=cache.shape[1], ROWS=rows_of(layout), RANK=codec.rank,
                 ROPE=rope_layout(codec.layout) if row is None else row.rope, ROPE_CHANNELS=ROPE_CHANNELS,
                 PARTS=parts_of(layout), LAYOUT=layout, ROW=row,
             ),
@@ -84,10 +80,9 @@ class StoreLatentsLaunch(Launch):
     def step(codec: LatentCodec, slots: torch.Tensor, ring_slots: torch.Tensor | None = None) -> StepLaunch:
         """`ring_slots`: where the first so many tokens go in the ring."""
         tokens, layout = len(slots), kernel_layout(codec.layout)
-        assert slots.ndim == 1 and slots.is_contiguous() and not slots.is_floating_point(), (slots.dtype, slots.shape)
         if ring_slots is None:
             ring_slots = slots[:0]
-        assert ring_slots.is_contiguous() and len(ring_slots) <= tokens, (ring_slots.shape, slots.shape)
+        check_slots(slots, ring_slots)
         split = split_of(layout, tokens)
         groups = [power_of_2(section.groups) for section in layout.sections]
         programs = sum(-(-tokens // (rows_of(layout) // count)) for count in groups) * split

@@ -192,12 +192,6 @@ def _stand_in(tensor: torch.Tensor) -> torch.Tensor:
     return pair if tensor.data_ptr() % 16 == 0 else pair[1:]
 
 
-def check_int32(*tensors: torch.Tensor | None) -> None:
-    """Assert what kernels take tables and lengths of a step for: int32, unit stride."""
-    for x in tensors:
-        assert x is None or (x.dtype == torch.int32 and x.stride(-1) == 1), (x.dtype, x.stride())
-
-
 def head_stride(of_heads: torch.Tensor) -> int:
     """Stride over heads, 0 where one serves all."""
     return 0 if len(of_heads) == 1 else of_heads.stride(0)

@@ -17,6 +17,7 @@ from ...codecs.ring import LARGEST_CODE, OVER_LARGEST, UNIT, Ring
 from ...formats import GROUP_SIZE, MAX_SCALE_BYTE
 from ...layout import ring_layout, ring_slot_bytes
 from .. import power_of_2
+from ..checks import check_ring
 from ..units import LOG2_E
 from .fragments import IS_INTERPRETED, as_key, as_value, from_pairs, load_words, opaque
 from .launch import Arguments, Launch, StepLaunch
@@ -364,7 +365,7 @@ class GatherRingLaunch(Launch):
 
     def __init__(self, ring: Ring, head_dim: int) -> None:
         cache = ring.cache
-        check_ring(ring, cache.shape[1], head_dim)
+        check_ring(cache, cache.shape[1], ring_slot_bytes(head_dim))
         constants = dict(
             KV_HEADS=cache.shape[1], GROUPS=head_dim // GROUP_SIZE, BLOCK=cache.shape[2], RING=ring_layout(head_dim)
         )
@@ -378,11 +379,3 @@ class GatherRingLaunch(Launch):
         assert key.is_contiguous() and value.is_contiguous() and spans.is_contiguous(), (key.stride(), spans.stride())
         arguments = Arguments(ring.block_table, ring.first, spans, key, value, ring.block_table.stride(0))
         return StepLaunch((len(spans), key.shape[1], 1), arguments)
-
-
-def check_ring(ring: Ring, kv_heads: int, head_dim: int) -> None:
-    """Assert the layout that the kernels need."""
-    cache = ring.cache
-    assert cache.dtype == torch.uint8 and cache.shape[1] == kv_heads, (cache.dtype, cache.shape)
-    assert cache.shape[3] == ring_slot_bytes(head_dim) and cache.stride()[2:] == (cache.shape[3], 1), cache.stride()
-    assert cache.stride(0) % 2 == cache.stride(1) % 2 == 0, cache.stride()

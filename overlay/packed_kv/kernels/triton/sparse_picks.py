@@ -10,7 +10,8 @@ import triton
 import triton.language as tl
 
 from .. import power_of_2
-from .launch import Arguments, Launch, StepLaunch, check_int32
+from ..checks import check_int32
+from .launch import Arguments, Launch, StepLaunch
 
 NO_LSE = tl.constexpr(float("-inf"))
 

@@ -26,8 +26,9 @@ import triton
 import triton.language as tl
 
 from ...codecs.pages import PagedCodec
-from ...layout import MICRO_BLOCK, ring_slot_bytes
+from ...layout import ring_slot_bytes
 from .. import power_of_2
+from ..checks import check_ring, check_slots, check_stored_pages
 from ..kernel_layout import KernelLayout, kernel_layout
 from .launch import Arguments, Launch, StepLaunch, head_stride
 from .means import COLUMNS, bias_of_rows
@@ -60,10 +61,8 @@ class StoreLaunch(Launch):
         *,
         only_ring: bool = False,
     ) -> None:
-        _, heads, block_size, slot_bytes = cache.shape
-        assert cache.dtype == torch.uint8 and slot_bytes == codec.slot_bytes, (cache.dtype, cache.shape)
-        assert cache.stride()[2:] == (slot_bytes, 1) and block_size % MICRO_BLOCK == 0, (cache.shape, cache.stride())
-        assert cache.data_ptr() % 4 == 0 and cache.stride(0) % 4 == 0 and cache.stride(1) % 4 == 0, cache.stride()
+        _, heads, block_size, _ = cache.shape
+        check_stored_pages(cache, codec.slot_bytes)
         assert key.dtype == value.dtype and len(key) == len(value), (key.dtype, value.dtype, key.shape, value.shape)
         for x, one in ((key, codec.key), (value, codec.value)):
             assert x.shape[1:] == (heads, one.head_dim), (x.shape, heads, one.head_dim)
@@ -72,9 +71,7 @@ class StoreLaunch(Launch):
         for one in (codec.key, codec.value):
             assert one.heads in (None, heads), (one.heads, heads)
         if ring is not None:
-            assert ring.dtype == torch.uint8 and ring.shape[3] == ring_slot_bytes(codec.key.head_dim), ring.shape
-            assert ring.stride()[2:] == (ring.shape[3], 1), ring.stride()
-            assert ring.stride(0) % 2 == ring.stride(1) % 2 == 0, ring.stride()
+            check_ring(ring, heads, ring_slot_bytes(codec.key.head_dim))
         channels = [codec.key.channels, codec.value.channels]
         transform = codec.key.transform
         tables = channels if codec.transform_tables is None else codec.transform_tables
@@ -121,7 +118,6 @@ class StoreLaunch(Launch):
         """`positions`: None where nothing of the codec depends on them. `ring_slots`: where the first so many tokens go
         in the ring. `rotate`: of `RotateQueryLaunch` with the same positions, for the launch with queries."""
         tokens = len(slots)
-        assert slots.ndim == 1 and slots.is_contiguous() and not slots.is_floating_point(), (slots.dtype, slots.shape)
         if positions is None:
             assert not codec.key.transform.needs_positions
             positions = slots  # not read
@@ -130,7 +126,7 @@ class StoreLaunch(Launch):
             assert len(positions) >= tokens, (positions.shape, slots.shape)
         if ring_slots is None:
             ring_slots = slots[:0]
-        assert ring_slots.is_contiguous() and len(ring_slots) <= tokens, (ring_slots.shape, slots.shape)
+        check_slots(slots, ring_slots)
         nothing = slots.new_empty(0, dtype=torch.float16)  # its address is 0
         _, *of_queries = (positions, nothing, nothing, 0) if rotate is None else rotate.arguments.values
         layout = kernel_layout(codec.layout)
