@@ -7,9 +7,9 @@ from typing import NamedTuple
 
 import torch
 
-from ...layout import MICRO_BLOCK, PageLayout
+from ...layout import MICRO_BLOCK, PageLayout, RowLayout
 from ..checks import check_int32, check_pages
-from ..kernel_layout import kernel_layout, rope_layout
+from ..kernel_layout import kernel_layout, latent_row_layout, rope_layout
 from ..units import LOG2_E
 from . import LATENT, LATENT_ROWS
 from .code_constants import decoder_constants, group_constants
@@ -66,9 +66,13 @@ class Variant(NamedTuple):
     has_lse: bool
 
 
-def constants(page: PageLayout, variant: Variant) -> dict[str, str]:
-    """Return the definitions that `latent.cu` is compiled with."""
-    layout, rope = kernel_layout(page), rope_layout(page)
+def constants(page: PageLayout | RowLayout, variant: Variant) -> dict[str, str]:
+    """Return the definitions that `latent.cu` is compiled with, for pages of micro-blocks or of latent rows."""
+    if isinstance(page, RowLayout):
+        rows = latent_row_layout(page)
+        layout, rope, scales_at = rows.half, rows.rope, rows.scales_at
+    else:
+        layout, rope, scales_at = kernel_layout(page), rope_layout(page), page.plane(0, "scales").offset
     values: dict[str, object] = {
         **group_constants(layout),
         **decoder_constants(),
@@ -77,7 +81,7 @@ def constants(page: PageLayout, variant: Variant) -> dict[str, str]:
         "QUERY_FACTOR": f"{float(QUERY_FACTOR)}f",
         "LATENT_DIVISOR": f"{float(LATENT_DIVISOR)}f",
         "HEADS": variant.heads,
-        "SCALES_AT": page.plane(0, "scales").offset,
+        "SCALES_AT": scales_at,
         "ROPE_AT": rope.at,
         "ROPE_BITS": 8 if rope.scales_at else 16,
         "ROPE_SCALES_AT": rope.scales_at,
@@ -85,10 +89,13 @@ def constants(page: PageLayout, variant: Variant) -> dict[str, str]:
         "QUERY": OUTPUTS[variant.query],
         "OUTPUT": OUTPUTS[variant.output or torch.float32],
         "LEAVES_PARTS": int(variant.output is None),
+        "HAS_PICKS": int(isinstance(page, RowLayout)),
         "MOST_SHARES": MOST_SHARES,
         "HAS_LSE": int(variant.has_lse),
         "HAS_CONSTANT": int(variant.has_constant),
     }
+    if isinstance(page, RowLayout):
+        values["ROW_BYTES"] = page.row_bytes
     return {name: str(value) for name, value in values.items()}
 
 
