@@ -191,7 +191,7 @@ class CudaLatentDecode(CudaKernel[int]):
     block.
 
     Args:
-        page: layout of the cache, of `latent_layout(fmt, 512, 64)`.
+        page: layout of the cache, of `latent_layout(fmt, 512, 64)`; for `CudaPickDecode` of `row_layout`.
         cache: uint8 [blocks, block_size, slot_bytes], its last two dimensions contiguous; its address and stride over
             blocks are multiples of 16 bytes.
         heads: query heads of this rank.
@@ -201,14 +201,16 @@ class CudaLatentDecode(CudaKernel[int]):
         has_lse: whether steps have log-sum-exps to fill.
     """
 
+    step_bytes = CALL_ARGUMENTS.size + STEP_ARGUMENTS.size
+    """Of the arguments before those of the layer."""
+
     def __init__(
-        self, page: PageLayout, cache: torch.Tensor, heads: int, query: torch.dtype, output: torch.dtype | None,
+        self, page: PageLayout | RowLayout, cache: torch.Tensor, heads: int, query: torch.dtype, output: torch.dtype | None,
         constant: torch.Tensor | None = None, *, has_lse: bool = False,
     ) -> None:  # fmt: skip
         self.page, self.heads, self.query, self.output, self.has_lse = page, heads, query, output, has_lse
         self.constant, self.block_size = constant, cache.shape[1]
-        layer_at = CALL_ARGUMENTS.size + STEP_ARGUMENTS.size
-        super().__init__(layer_at, layer_arguments(cache, constant), cache.device.index)
+        super().__init__(self.step_bytes, layer_arguments(cache, constant), cache.device.index)
 
     def __call__(self, step: Step, query: torch.Tensor, rope_query: torch.Tensor, output: torch.Tensor | None) -> None:
         """Launch on the current stream; in a block of `Ahead`, do nothing.
@@ -223,12 +225,16 @@ class CudaLatentDecode(CudaKernel[int]):
         """
         assert query.dtype is self.query and (output is None or output.dtype is self.output), (query.dtype, self.query)
         assert (output is None) is (self.output is None), self.output
+        self._launch(step, call_arguments(output, query, rope_query) + step.arguments)
+
+    def _launch(self, step: Step, arguments: bytes) -> None:
+        """Launch with these arguments before those of the layer."""
         rows, row_blocks, partitions = step.shape
         functions = self.functions_of(rows)
         if functions is None:
             return
         decode, merge = functions
-        self.arguments[: self.layer_at] = call_arguments(output, query, rope_query) + step.arguments
+        self.arguments[: self.layer_at] = arguments
         stream, shares = torch.cuda.current_stream(self.device).cuda_stream, step.merge_shares
         # Neither launch is early: early_launch.py says why.
         grid = row_blocks, partitions, 1
