@@ -1,12 +1,13 @@
 """Time of decode attention over picked latents (DeepSeek V3.2, GLM-5), a layer: packed rows beside vLLM's kernels.
 
-    python benchmarks/sparse_latents.py [--dtypes NAME ...] [--heads N ...] [--tokens N] [--picks N] [--rope-bits {16,8}]
+    python benchmarks/sparse_latents.py [--dtypes NAME ...] [--heads N ...] [--tokens N] [--picks N]
+        [--rope-bits {16,8}]
 
 `rows` is the CUDA kernel over packed rows. `gather` gathers them to bf16 for vLLM's `flash_mla_sparse_fwd`. `fp8` is
-FlashMLA over `fp8_ds_mla`, as FLASHMLA_SPARSE has it; `fa3` FlashAttention 3 over bf16, as FLASH_ATTN_MLA_SPARSE. FlashMLA
-pads heads to 64 or 128. Each layer has a cache of its own, of which every query token reads picks of its own request in
-any order; a CUDA graph holds one round of the layers. Ratios are to `fp8`. `rows` is compared with the reference and with
-`gather`. What fails is reported and left out.
+FlashMLA over `fp8_ds_mla`, as FLASHMLA_SPARSE has it; `fa3` FlashAttention 3 over bf16, as FLASH_ATTN_MLA_SPARSE.
+FlashMLA pads heads to 64 or 128. Each layer has a cache of its own, of which every query token reads picks of its own
+request in any order; a CUDA graph holds one round of the layers. Ratios are to `fp8`. `rows` is compared with the
+reference and with `gather`. What fails is reported and left out.
 """
 
 from __future__ import annotations
@@ -121,10 +122,11 @@ def fp8_round(batch: Batch) -> Callable[[], None]:
     source[..., RANK : RANK + 16] = torch.ones(*shape, 4, device="cuda").view(torch.uint8)
     source[..., RANK + 16 :] = torch.randn(*shape, ROPE, device="cuda").to(BF16).view(torch.uint8)
     caches, query = [cache.unsqueeze(-2) for cache in batch.caches(source)], batch.padded_query()
-    # One sequence of all query tokens, as FLASHMLA_SPARSE calls it for batches of decodes.
-    query, slots = query.unsqueeze(0), batch.slots.unsqueeze(0)
-    lens = torch.full((1,), batch.blocks * BLOCK_SIZE, dtype=torch.int32, device="cuda")
-    table, metadata = torch.zeros(1, 1, dtype=torch.int32, device="cuda"), get_mla_metadata()[0]
+    # FLASHMLA_SPARSE has all query tokens as one sequence below 32 heads, else each as one.
+    along = 0 if batch.heads < 32 else 1
+    query, slots = query.unsqueeze(along), batch.slots.unsqueeze(along)
+    lens = torch.full((len(query),), batch.blocks * BLOCK_SIZE, dtype=torch.int32, device="cuda")
+    table, metadata = torch.zeros(len(query), 1, dtype=torch.int32, device="cuda"), get_mla_metadata()[0]
 
     def run() -> None:
         for cache in caches:

@@ -201,12 +201,12 @@ class CudaLatentDecode(CudaKernel[int]):
         has_lse: whether steps have log-sum-exps to fill.
     """
 
-    step_bytes = CALL_ARGUMENTS.size + STEP_ARGUMENTS.size
+    step_bytes: int = CALL_ARGUMENTS.size + STEP_ARGUMENTS.size
     """Of the arguments before those of the layer."""
 
     def __init__(
-        self, page: PageLayout | RowLayout, cache: torch.Tensor, heads: int, query: torch.dtype, output: torch.dtype | None,
-        constant: torch.Tensor | None = None, *, has_lse: bool = False,
+        self, page: PageLayout | RowLayout, cache: torch.Tensor, heads: int, query: torch.dtype,
+        output: torch.dtype | None, constant: torch.Tensor | None = None, *, has_lse: bool = False,
     ) -> None:  # fmt: skip
         self.page, self.heads, self.query, self.output, self.has_lse = page, heads, query, output, has_lse
         self.constant, self.block_size = constant, cache.shape[1]

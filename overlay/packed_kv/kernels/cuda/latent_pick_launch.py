@@ -1,7 +1,7 @@
 """Launch of `latent.cu` over latent rows, of which each query token reads those that were picked for it.
 
-What the dense kernel calls a request is a query token, and its tokens are its picks; its blocks have the token's heads as
-rows, so drafts do not share a tile. Schedule, partial results and merge are the dense kernel's.
+What the dense kernel calls a request is a query token, and its tokens are its picks; its blocks have the token's heads
+as rows, so drafts do not share a tile. Schedule, partial results and merge are the dense kernel's.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ def pick_arguments(step: PickStep, picks: torch.Tensor) -> bytes:
 
 
 class CudaPickDecode(CudaLatentDecode):
-    """Decode attention over picked latent rows of one layer's cache, uint8 [blocks, block_size, row bytes]; arguments are
-    those of `CudaLatentDecode`, with `page` of `row_layout(fmt, 512, 64)`. Blocks have at least 16 tokens."""
+    """Decode attention over picked latent rows of one layer's cache, uint8 [blocks, block_size, row bytes]; arguments
+    are those of `CudaLatentDecode`, with `page` of `row_layout(fmt, 512, 64)`."""
 
     step_bytes = CudaLatentDecode.step_bytes + PICK_ARGUMENTS.size
 
