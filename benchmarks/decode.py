@@ -22,6 +22,7 @@ buys.
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import statistics
 import sys
@@ -34,6 +35,8 @@ import made_up_calibration
 import rows
 import workers
 from packed_kv import FORMATS
+from packed_kv.model_shape import parse
+from packed_kv.planning import cache
 
 DTYPES = ("auto", "fp8", "int4_per_token_head", "turboquant_4bit_nc", *FORMATS)
 SHAPES = ("32x8192", "128x2048", "1x32768", "8x32768")
@@ -79,7 +82,7 @@ def measure(name: str, options: argparse.Namespace) -> None:
         return
     started = time.monotonic()
     dtype, _, drafts = name.partition("+")
-    shapes = [tuple(map(int, shape.split("x"))) for shape in options.shapes]
+    shapes = [tuple(map(int, text.split("x"))) for text in options.shapes]
     lengths = [context + options.steps for _, context in shapes] + options.prefill
     lengths += [options.input + options.output] if options.budget else []
     most = max([requests for requests, _ in shapes] + [options.max_requests if options.budget else 1])
@@ -91,6 +94,7 @@ def measure(name: str, options: argparse.Namespace) -> None:
         longest, recent = max(lengths) + SPARE_TOKENS, options.recent_tokens
         llm = engine.start(model, dtype, longest, most, memory, ranks, recent, drafts=int(drafts or 0), batches=batches)
         device = engine.Engine(llm)
+        shape = parse(json.loads(Path(model, "config.json").read_text()), name, ranks)
     made_with = {
         "ranks": ranks,
         "recent_tokens": recent,
@@ -110,17 +114,20 @@ def measure(name: str, options: argparse.Namespace) -> None:
             print(f"{name}: {requests}x{context} does not fit the KV cache", flush=True)
             continue
         steps = device.decode_steps(requests, context, options.steps)
-        shape = {"requests": requests, "context": context, "steps": len(steps), **rows.percentiles(steps)}
+        case = {"requests": requests, "context": context, "steps": len(steps), **rows.percentiles(steps)}
         if options.drafts:
-            emit("verify.csv", model=Path(options.model or "8b").name, drafts=drafts, **shape)
+            emit("verify.csv", model=Path(options.model or "8b").name, drafts=drafts, **case)
         else:
-            emit("decode.csv", **shape)
+            emit("decode.csv", **case)
     for tokens in options.prefill:
         seconds = device.prefill(tokens, options.prompts)
         rate = f"{tokens / statistics.median(seconds):.0f}"
         emit("prefill.csv", tokens=tokens, prompts=len(seconds), **rows.percentiles(seconds), tokens_s=rate)
     if options.budget:
         fit = device.requests_that_fit(int(options.budget), options.input + options.output)
+        if dtype in FORMATS:  # whose requests have rings, too
+            serving = cache.Serving(options.input + options.output, device.window)
+            fit = min(fit, cache.capacity(shape, dtype, serving, int(options.budget)).requests)
         requests = min(fit, options.max_requests)
         wave = device.throughput(requests, int(options.budget), options.input, options.output)
         first = [f"{1e3 * wave.first_tokens[math.ceil(share * (requests - 1))]:.0f}" for share in (0.5, 0.99)]

@@ -190,15 +190,18 @@ def shows(names: Iterable[str] | Mapping[str, str]) -> dict[str, Show]:
 
 SPECS: Mapping[str, Sequence[Spec]] = {
     "README.md": (
-        Spec("speed", "decode.csv", STEPS, STEP, CASE, LONG | {"dtype": ("auto", "fp8", "tq4", "turboquant25")}),
+        Spec("speed", "release/decode.csv", STEPS, STEP, CASE, LONG | {"dtype": ("auto", "fp8", "tq4",
+             "turboquant25")}),
         Spec("quality", BEHIND, AFTER, kl, ("prompt",), {"setting": (CALIBRATED,)}, behind("prompt", dtypes=("tq4",
              "turboquant35", "tq3", "turboquant25", "fp8", "int4_per_token_head"))),
     ),
     "docs/speed.md": (
-        Spec("speed-summary", "decode.csv", STEPS, STEP, CASE, LONG | {"dtype": ("auto", *OURS)}),
-        Spec("steps", "decode.csv", STEPS, STEP, CASE),
+        Spec("speed-summary", "release/decode.csv", STEPS, STEP, CASE, LONG | {"dtype": ("auto", *OURS)}),
+        Spec("steps", "release/decode.csv", STEPS, STEP, CASE),
+        Spec("steps-before", "decode.csv", STEPS, STEP, CASE, {"dtype": ("auto", "tq3", "int4_per_token_head",
+             "turboquant_4bit_nc")}),
         Spec("steps-h100", "h100/decode.csv", STEPS, STEP, CASE),
-        Spec("prefill", "prefill.csv", {"dtype": "tokens/s, tokens:"}, TOKENS_S, ("tokens",)),
+        Spec("prefill", "release/prefill.csv", {"dtype": "tokens/s, tokens:"}, TOKENS_S, ("tokens",)),
         Spec("recent-window", "recent_window.csv", {"dtype": "ms", "recent_tokens": "window"}, STEP, CASE,
              base={"recent_tokens": "0"}),
         Spec("means", "means.csv", MEANS, ratio("p50_ms", digits=3), CASE, prepare=averaged, base={"means": "none"}),
@@ -329,10 +332,11 @@ def printed(folder: Path) -> Iterable[str]:
     seen = set()
     for spec in (spec for specs in SPECS.values() for spec in specs):
         names = [spec.files] if isinstance(spec.files, str) else list(spec.files)
-        if spec.where or len(names) > 1 or names[0] in seen or not (folder / Path(names[0]).name).exists():
+        file = folder / Path(names[0]).name
+        if spec.where or len(names) > 1 or file in seen or not file.exists():
             continue
-        seen.add(names[0])
-        yield spec.table(spec.chosen(read(folder / names[0]))).markdown()
+        seen.add(file)
+        yield spec.table(spec.chosen(read(file))).markdown()
 
 
 def main() -> int:

@@ -54,9 +54,6 @@ PARTS = {
 NAMES = {("drafts", "verify.csv"): "verify.csv", ("latents", "decode.csv"): "glm_flash.csv",
          ("latents", "prefill.csv"): "glm_flash_prefill.csv"}  # fmt: skip
 """Part and its file -> the file in results/, where that is another."""
-FILES = ("decode.csv", "prefill.csv", "throughput.csv", "mixed.csv", "verify.csv", "glm_flash.csv",
-         "glm_flash_prefill.csv")  # fmt: skip
-"""Files that a release writes, of one commit, card and environment."""
 
 
 def run(name: str, dtype: str, out: Path, card: str, commit: str) -> None:

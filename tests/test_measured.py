@@ -11,6 +11,10 @@ from pathlib import Path
 import pytest
 from checkout import REPO
 
+sys.path.insert(0, str(REPO / "benchmarks"))
+from rows import MACHINE, read
+
+RELEASE = REPO / "benchmarks" / "results" / "release"
 PAGES = ("README.md", "docs/index.md", *(f"docs/{name}.md" for name in ("speed", "server", "internals")),
          "benchmarks/README.md", "benchmarks/results/README.md")  # fmt: skip
 MADE = ("README.md", *(f"docs/{name}.md" for name in ("speed", "server", "internals", "quality", "reliability")),
@@ -41,10 +45,9 @@ def test_tables_are_those_of_the_rows() -> None:
 @pytest.mark.parametrize(
     ("file", "old", "new", "pages"),
     [
-        ("decode.csv", "tq4,32,8192,32,8.372,8.503", "tq4,32,8192,32,8.372,8.603",
-         "README.md, docs/speed.md, overlay/packed_kv/planning/measured.json"),
-        ("decode.csv", ",NVIDIA H200", ",NVIDIA H100", 
-         "README.md, benchmarks/results/runs.md, docs/speed.md, overlay/packed_kv/planning/measured.json"),
+        ("release/decode.csv", "tq4,32,8192,32,8.069,8.103", "tq4,32,8192,32,8.069,8.203", "README.md, docs/speed.md"),
+        ("decode.csv", ",NVIDIA H200", ",NVIDIA H100",
+         "benchmarks/results/runs.md, docs/speed.md, overlay/packed_kv/planning/measured.json"),
         ("generate-smollm2/calibrated.json", '"kl_mean": 0.00297', '"kl_mean": 0.00797', "README.md, docs/quality.md"),
         ("quality-smollm2-h200/calibrated-window-64-29533ae.json", '"kl_mean": 0.00487974', '"kl_mean": 0.00787974',
          "docs/quality.md, overlay/packed_kv/planning/measured.json"),
@@ -65,6 +68,12 @@ def test_changed_row_is_noticed(copy: Path, file: str, old: str, new: str, pages
     path.write_text(text.replace(old, new))
     done = check(copy)
     assert (done.returncode, done.stdout) == (1, f"stale, run benchmarks/measured.py: {pages}\n"), done.stderr
+
+
+def test_rows_of_a_release_are_of_one_commit_card_and_environment() -> None:
+    """Files of results/release/, which `benchmarks/release.py` wrote."""
+    made = {file.name: {tuple(row[name] for name in MACHINE) for row in read(file)} for file in RELEASE.glob("*.csv")}
+    assert made and len(set().union(*made.values())) == 1, made
 
 
 def test_rows_without_a_command_are_refused(copy: Path) -> None:
