@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterator
+
 import null_code
 import numpy as np
 import pytest
@@ -46,7 +49,7 @@ def five_bits(parity: int) -> str:
 
 
 @pytest.fixture(autouse=True)
-def other_codes(monkeypatch: pytest.MonkeyPatch) -> None:
+def other_codes(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The three places that a new width takes, CUDA apart: its code, its dtypes, its decoder."""
     monkeypatch.setitem(CODES, 5, FIVE_BITS)
     for fmt in (FIVE, FIVE_AND_THREE):
@@ -54,6 +57,19 @@ def other_codes(monkeypatch: pytest.MonkeyPatch) -> None:
     decoder = fragments.make_decoder((five_bits(0), five_bits(1)), (0x00010001, 0))
     monkeypatch.setitem(fragments.DECODERS.value, 5, decoder)
     null_code.register(monkeypatch)
+    forget_compiled()
+    yield
+    forget_compiled()
+
+
+def forget_compiled() -> None:
+    """Let kernels be compiled again: Triton 3.8 refuses one whose constants have changed since it was compiled."""
+    for name, module in list(sys.modules.items()):
+        for value in vars(module).values() if name.startswith("packed_kv.kernels.triton.") else ():
+            if hasattr(value, "used_global_vals"):  # of Triton's compiler; its interpreter has others
+                value.hash, value.used_global_vals = None, {}
+            if hasattr(value, "device_caches"):
+                value.device_caches.clear()
 
 
 CASES = pytest.mark.parametrize(
