@@ -127,19 +127,25 @@ def llama4(**options: object) -> PretrainedConfig:
     return transformers.Llama4TextConfig(**{**SMALL, **special, "tie_word_embeddings": False, **options})
 
 
+LATENTS = {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 32,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 32,
+    "first_k_dense_replace": 3,
+    "n_routed_experts": 2,
+    "num_experts_per_tok": 1,
+    "moe_intermediate_size": 64,
+}
+"""Fields of DeepSeek's configs: latents, and layers without experts."""
+
+
 def deepseek_v2(**options: object) -> PretrainedConfig:
     """Latent attention, in layers without experts."""
     special = {
-        "num_key_value_heads": 4,
-        "kv_lora_rank": 512,
+        **LATENTS,
         "q_lora_rank": None,
-        "qk_nope_head_dim": 32,
-        "qk_rope_head_dim": 64,
-        "v_head_dim": 32,
-        "first_k_dense_replace": 3,
-        "n_routed_experts": 2,
-        "num_experts_per_tok": 1,
-        "moe_intermediate_size": 64,
         "tie_word_embeddings": False,
     }
     return transformers.DeepseekV2Config(**{**SMALL, **special, **options})
@@ -148,16 +154,8 @@ def deepseek_v2(**options: object) -> PretrainedConfig:
 def deepseek_v32(**options: object) -> PretrainedConfig:
     """Latent attention over 24 picked tokens. Of fewer index heads than 32, scores of many tokens would tie at 0."""
     special = {
-        "num_key_value_heads": 4,
-        "kv_lora_rank": 512,
+        **LATENTS,
         "q_lora_rank": 64,
-        "qk_nope_head_dim": 32,
-        "qk_rope_head_dim": 64,
-        "v_head_dim": 32,
-        "first_k_dense_replace": 3,
-        "n_routed_experts": 2,
-        "num_experts_per_tok": 1,
-        "moe_intermediate_size": 64,
         "n_group": 1,
         "topk_group": 1,
         "n_shared_experts": 1,

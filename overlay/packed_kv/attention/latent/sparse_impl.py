@@ -132,18 +132,11 @@ class SparseLatentImpl(PackedLatents, SparseMLACommonImpl[SparseLatentMetadata])
         return SparseLatentKernels(store, PickAttention(kernels, constant), PickedPrefix(kernels))
 
     def do_kv_cache_update(
-        self,
-        kv_c_normed: torch.Tensor,
-        k_pe: torch.Tensor,
-        kv_cache: torch.Tensor,
-        slot_mapping: torch.Tensor,
-        kv_cache_dtype: str,
-        k_scale: torch.Tensor,
-        skip_scale: bool = False,
+        self, kv_c_normed: torch.Tensor, k_pe: torch.Tensor, *arguments: Any, **options: Any
     ) -> None:
         """Store a batch; see `PackedLatents`. A layer that does not hand over its latents stores and attends in turn,
         so they are kept here; where the store is in a CUDA graph, later steps do not pass here."""
-        super().do_kv_cache_update(kv_c_normed, k_pe, kv_cache, slot_mapping, kv_cache_dtype, k_scale, skip_scale)
+        super().do_kv_cache_update(kv_c_normed, k_pe, *arguments, **options)
         if not self.is_handed_latents:
             self.new_latents = kv_c_normed, k_pe.flatten(1)
 
