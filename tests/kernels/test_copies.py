@@ -23,7 +23,7 @@ from machine_code import Code, Frame, Instruction, is_shared_load, loads_under_w
 from packed_kv.formats import FORMATS
 from packed_kv.kernels.cuda import HEAD_DIMS, latent_launch, launch, nvrtc
 from packed_kv.kernels.cuda.source import LATENT, Program, read_sources
-from packed_kv.layout import latent_layout, page_layout
+from packed_kv.layout import latent_layout, page_layout, row_layout
 
 Edit = Callable[[dict[str, str]], dict[str, str]]
 BF16 = torch.bfloat16
@@ -83,13 +83,14 @@ class Variant(NamedTuple):
 
 
 def latents() -> Iterator[Variant]:
-    """Every layout, block of up to 32 rows and width of RoPE; the rest in turn."""
+    """Every layout, block of up to 32 rows and width of RoPE, over pages and over picked rows; the rest in turn."""
     rest = itertools.cycle([(BF16, BF16, True, False), (torch.float16, None, False, True), (BF16, None, False, False)])
     for name, rows, rope_bits in itertools.product(LAYOUTS, (16, 24, 32), (16, 8)):
         query, output, has_constant, has_lse = next(rest)
         variant = latent_launch.Variant(rows, rows, 64, query, output, has_constant, has_lse)
-        constants = latent_launch.constants(latent_layout(FORMATS[name], 512, 64, rope_bits), variant)
-        yield Variant(f"{name}-{rows}-{rope_bits}", LATENT, constants, "latent_decode", "latent_narrow.cuh")
+        for kind, layout in (("", latent_layout), ("-picks", row_layout)):
+            constants = latent_launch.constants(layout(FORMATS[name], 512, 64, rope_bits), variant)
+            yield Variant(f"{name}-{rows}-{rope_bits}{kind}", LATENT, constants, "latent_decode", "latent_narrow.cuh")
 
 
 def pairs() -> Iterator[Variant]:

@@ -46,6 +46,23 @@ def test_latents(name: str, rows: int, rope_bits: int, shape: tuple[int, int]) -
         assert not rounds_that_differ(run, [case.output], one_by_one=partial(run, True)), launches
 
 
+@pytest.mark.parametrize("rope_bits", [16, 8])
+@pytest.mark.parametrize("rows", latent_launch.BLOCK_ROWS)
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_picked_latents(name: str, rows: int, rope_bits: int) -> None:
+    """Attention over picked latent rows, in one part of a query token and in several."""
+    from packed_kv.codecs.latent_rows import LatentRowCodec
+    from sparse_latents import RANK, ROPE, Batch, row_blocks, rows_round
+
+    torch.manual_seed(rows)
+    codec = LatentRowCodec(FORMATS[name], RANK, ROPE, "cuda", rope_bits=rope_bits)
+    for tokens, picks in ((200, 300), (3, 2048)):
+        batch = Batch(tokens, picks, heads := 2 * rows if rows > 32 and rope_bits == 8 else rows)
+        output = torch.empty(tokens, heads, RANK, dtype=torch.bfloat16, device="cuda")
+        run = rows_round(batch, codec, batch.caches(row_blocks(codec)), output)
+        assert not rounds_that_differ(run, [output]), (tokens, picks)
+
+
 def batches() -> Iterator[Any]:
     """Every layout, head size and number of columns, with the ring and without; kinds of means in turn."""
     groups = {4: (4, 1), 8: (4, 2), 16: (16, 1), 32: (8, 4), 64: (16, 4)}

@@ -184,6 +184,13 @@ INLINE bool any_lane(bool predicate) {
         return any;
     });
 }
+INLINE u32 lanes_where(bool predicate) {
+    return exchange(ANY, predicate, 0, [](Meeting& w, int) {
+        u32 all = 0;
+        for (int i = 0; i < 32; i++) all |= w.in[i][0] << i;
+        return all;
+    });
+}
 INLINE void sync_warp() { meet(warp(), 32, WARP, [] {}); }
 INLINE void sync_block() { meet(whole_block, fibers.size(), BLOCK, [] {}); }
 INLINE bool any_thread(bool predicate) {

@@ -12,10 +12,14 @@
 //   ROWS, HEADS                         rows of a block: 16, 24, 32, 48 or 64; query heads
 //   SCALES_AT, ROPE_AT, ROPE_SCALES_AT  of a micro-block: where scales and RoPE begin, and RoPE's scales
 //   ROPE_BITS                           16, or 8 with scales
-//   MICRO_BLOCK_BYTES, MICRO_BLOCKS     bytes of a micro-block; micro-blocks of a page
+//   MICRO_BLOCK_BYTES, MICRO_BLOCKS     bytes of a micro-block; micro-blocks of a page, which say its tokens
+//   ROW_BYTES                           with HAS_PICKS, of a row
 //   MOST_SHARES                         of the parts of a row, which are combined side by side
 //   QUERY, OUTPUT                       dtypes of queries and output: 0 is fp16, 1 bf16, 2 fp32
 //   HAS_LSE, HAS_CONSTANT               whether log-sum-exps are written, and whether a constant is added to outputs
+//   HAS_PICKS                           whether the cache has latent rows, of which each query token reads those that were
+//                                       picked for it (latent_picks.cuh). Query tokens are requests then, with as many
+//                                       tokens as picks, and HEAD_DIM and offsets are those of a row
 //   LEAVES_PARTS                        whether all results stay partial: latent_ring.cu merges them, latent_merge is not
 //                                       launched, and there is no output
 struct Arguments {
@@ -38,6 +42,11 @@ struct Arguments {
     unsigned table_stride, max_rows;  // most rows of a request
     float factor;              // from scores to exponents of 2
     unsigned merge_shares;
+#if HAS_PICKS
+    const int* picks;     // [tokens, pick_stride], positions in requests; negative: none
+    const int* requests;  // [tokens], of each, a row of the block table
+    unsigned pick_stride, table_columns;
+#endif
     // fixed for a layer
     const unsigned char* cache;  // [blocks, 16 MICRO_BLOCKS tokens, slot bytes]
     const float* constant;       // [512], added to the outputs

@@ -31,6 +31,9 @@ struct SharedMemory {
     u64 empty[2];               // a tile: groups 0 and 1 have read, groups 1 and 2 fill
     u64 weights_full;           // weights, factors, event and run: group 0 fills, group 1 reads
     u64 weights_empty;
+#if HAS_PICKS
+    u32 picked[2][4];           // of a tile, a bit for each of a warp's 16 rows: group 2 fills, group 0 reads
+#endif
 };
 
 enum NamedBarrier {
@@ -98,6 +101,10 @@ INLINE void unpack_tiles(const Arguments& a, u32 base, int t) {
     for (u32 tiles = 0; more; tiles++) {
         const u32 stage = tiles % 2, tile = base + stage * TILE_BYTES;
         barrier_wait(base + AT(empty) + 8 * stage, (tiles / 2 + 1) % 2);
+#if HAS_PICKS
+        const u32 picked = lanes_where(reader.row != NO_ROW) & 0xFFFF;
+        if (lane == 0) store_shared(base + AT(picked) + 16 * stage + 4 * warp, picked);
+#endif
         low.store(tables, tile, offsets);
         finish_stores(base + AT(low_full) + 8 * stage, lane);
         load_low();
@@ -231,6 +238,19 @@ INLINE void init_shared(u32 base) {
     for (int i = threadIdx.x; i < TILE_BYTES / 16; i += 384) store_shared_4(base + AT(queries) + i * 16, {0, 0, 0, 0});
 }
 
+#if HAS_PICKS
+// Masks the scores of a lane's rows with what was not picked.
+INLINE void mask(u32 picked_at, int column, float (&s)[32]) {
+    u32 picked[4];
+    load_shared_4(picked_at, picked);
+    if (__builtin_expect((picked[0] & picked[1] & picked[2] & picked[3]) == 0xFFFF, 1)) return;
+    for_each<32>([&](auto j) {
+        constexpr int bit = j.value / 4 % 2 * 8 + j.value % 2;
+        if (!(picked[j.value / 8] >> (column + bit) & 1)) s[j.value] = minus_infinity();
+    });
+}
+#endif
+
 INLINE void attend(const Arguments& a, u32 base, int t) {
     const int lane = t % 32, row = t / 32 * 16 + lane / 4, column = lane % 4 * 2;
     const u32 weights = base + AT(weights) + t * 16, factors = base + AT(factors) + t * 16;
@@ -245,6 +265,9 @@ INLINE void attend(const Arguments& a, u32 base, int t) {
         add_scores(s, base, tiles);
         auto turn = [&](int i, auto is_last) {
             wgmma_wait<0>();
+#if HAS_PICKS
+            mask(base + AT(picked) + tiles % 2 * 16, column, s);
+#else
             if (__builtin_expect((run.first + i + 1) * TILE > run.unmasked, 0)) {
                 const int token = (run.first + i) * TILE + column, first = blockIdx.x * ROWS + row;
                 const int limits[2] = {min(run.unmasked + first / HEADS, run.tokens),
@@ -253,6 +276,7 @@ INLINE void attend(const Arguments& a, u32 base, int t) {
                     if (token + j.value / 4 * 8 + j.value % 2 >= limits[j.value / 2 % 2]) s[j.value] = minus_infinity();
                 });
             }
+#endif
             Pair top{s[0], s[2]}, factor{1, 1};
             for_each<32>([&](auto j) {
                 float& own = top.of[j.value / 2 % 2];

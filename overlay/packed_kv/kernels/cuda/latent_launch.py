@@ -7,9 +7,9 @@ from typing import NamedTuple
 
 import torch
 
-from ...layout import MICRO_BLOCK, PageLayout
+from ...layout import MICRO_BLOCK, PageLayout, RowLayout
 from ..checks import check_int32, check_pages
-from ..kernel_layout import kernel_layout, rope_layout
+from ..kernel_layout import kernel_layout, latent_row_layout, rope_layout
 from ..units import LOG2_E
 from . import LATENT, LATENT_ROWS
 from .code_constants import decoder_constants, group_constants
@@ -66,9 +66,13 @@ class Variant(NamedTuple):
     has_lse: bool
 
 
-def constants(page: PageLayout, variant: Variant) -> dict[str, str]:
-    """Return the definitions that `latent.cu` is compiled with."""
-    layout, rope = kernel_layout(page), rope_layout(page)
+def constants(page: PageLayout | RowLayout, variant: Variant) -> dict[str, str]:
+    """Return the definitions that `latent.cu` is compiled with, for pages of micro-blocks or of latent rows."""
+    if isinstance(page, RowLayout):
+        rows = latent_row_layout(page)
+        layout, rope, scales_at = rows.half, rows.rope, rows.scales_at
+    else:
+        layout, rope, scales_at = kernel_layout(page), rope_layout(page), page.plane(0, "scales").offset
     values: dict[str, object] = {
         **group_constants(layout),
         **decoder_constants(),
@@ -77,7 +81,7 @@ def constants(page: PageLayout, variant: Variant) -> dict[str, str]:
         "QUERY_FACTOR": f"{float(QUERY_FACTOR)}f",
         "LATENT_DIVISOR": f"{float(LATENT_DIVISOR)}f",
         "HEADS": variant.heads,
-        "SCALES_AT": page.plane(0, "scales").offset,
+        "SCALES_AT": scales_at,
         "ROPE_AT": rope.at,
         "ROPE_BITS": 8 if rope.scales_at else 16,
         "ROPE_SCALES_AT": rope.scales_at,
@@ -85,10 +89,13 @@ def constants(page: PageLayout, variant: Variant) -> dict[str, str]:
         "QUERY": OUTPUTS[variant.query],
         "OUTPUT": OUTPUTS[variant.output or torch.float32],
         "LEAVES_PARTS": int(variant.output is None),
+        "HAS_PICKS": int(isinstance(page, RowLayout)),
         "MOST_SHARES": MOST_SHARES,
         "HAS_LSE": int(variant.has_lse),
         "HAS_CONSTANT": int(variant.has_constant),
     }
+    if isinstance(page, RowLayout):
+        values["ROW_BYTES"] = page.row_bytes
     return {name: str(value) for name, value in values.items()}
 
 
@@ -184,7 +191,7 @@ class CudaLatentDecode(CudaKernel[int]):
     block.
 
     Args:
-        page: layout of the cache, of `latent_layout(fmt, 512, 64)`.
+        page: layout of the cache, of `latent_layout(fmt, 512, 64)`; for `CudaPickDecode` of `row_layout`.
         cache: uint8 [blocks, block_size, slot_bytes], its last two dimensions contiguous; its address and stride over
             blocks are multiples of 16 bytes.
         heads: query heads of this rank.
@@ -194,14 +201,16 @@ class CudaLatentDecode(CudaKernel[int]):
         has_lse: whether steps have log-sum-exps to fill.
     """
 
+    step_bytes: int = CALL_ARGUMENTS.size + STEP_ARGUMENTS.size
+    """Of the arguments before those of the layer."""
+
     def __init__(
-        self, page: PageLayout, cache: torch.Tensor, heads: int, query: torch.dtype, output: torch.dtype | None,
-        constant: torch.Tensor | None = None, *, has_lse: bool = False,
+        self, page: PageLayout | RowLayout, cache: torch.Tensor, heads: int, query: torch.dtype,
+        output: torch.dtype | None, constant: torch.Tensor | None = None, *, has_lse: bool = False,
     ) -> None:  # fmt: skip
         self.page, self.heads, self.query, self.output, self.has_lse = page, heads, query, output, has_lse
         self.constant, self.block_size = constant, cache.shape[1]
-        layer_at = CALL_ARGUMENTS.size + STEP_ARGUMENTS.size
-        super().__init__(layer_at, layer_arguments(cache, constant), cache.device.index)
+        super().__init__(self.step_bytes, layer_arguments(cache, constant), cache.device.index)
 
     def __call__(self, step: Step, query: torch.Tensor, rope_query: torch.Tensor, output: torch.Tensor | None) -> None:
         """Launch on the current stream; in a block of `Ahead`, do nothing.
@@ -216,12 +225,16 @@ class CudaLatentDecode(CudaKernel[int]):
         """
         assert query.dtype is self.query and (output is None or output.dtype is self.output), (query.dtype, self.query)
         assert (output is None) is (self.output is None), self.output
+        self._launch(step, call_arguments(output, query, rope_query) + step.arguments)
+
+    def _launch(self, step: Step, arguments: bytes) -> None:
+        """Launch with these arguments before those of the layer."""
         rows, row_blocks, partitions = step.shape
         functions = self.functions_of(rows)
         if functions is None:
             return
         decode, merge = functions
-        self.arguments[: self.layer_at] = call_arguments(output, query, rope_query) + step.arguments
+        self.arguments[: self.layer_at] = arguments
         stream, shares = torch.cuda.current_stream(self.device).cuda_stream, step.merge_shares
         # Neither launch is early: early_launch.py says why.
         grid = row_blocks, partitions, 1

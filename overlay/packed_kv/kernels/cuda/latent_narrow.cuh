@@ -22,7 +22,7 @@ constexpr int STAGE_BYTES = (sizeof(Stage) + 1023) / 1024 * 1024, QUERY_BLOCK_BY
 struct SharedMemory {
     u8 stages[2][STAGE_BYTES];
     u8 queries[BLOCKS + 1][QUERY_BLOCK_BYTES];  // fp16 [9, ROWS, 64 channels]
-    u8 pages[8][MICRO_BLOCK_BYTES];             // raw, of a warp, which come a tile ahead
+    u8 pages[8][RawPage::BYTES];                // raw, of a warp, which come a tile ahead
     u64 tile_full[2];                           // a stage: the group that has the tile fills, all groups read
     u64 tile_empty[2];                          // group 2 has added the tile, the group that has the next one fills
     u64 page_full[8];                           // a raw page: a warp's copy fills, the warp reads
@@ -52,48 +52,16 @@ INLINE u32 weight_at(int token, int eight) {
 INLINE void init_shared(u32 base) {
     if (threadIdx.x == 0) {
         for (int i = 0; i < 4; i++) barrier_init<4>(base + AT(tile_full) + 8 * i);
-        for (int w = 0; w < 8; w++) barrier_init<1>(base + AT(page_full) + 8 * w);
+        for (int w = 0; w < 8; w++) barrier_init<RawPage::ARRIVALS>(base + AT(page_full) + 8 * w);
         barrier_init_fence();
     }
 }
-
-// A warp's micro-block in shared memory, brought there a tile ahead, and which of its tokens are stored.
-struct RawPage {
-    u32 address, barrier, parity;
-    int tokens;  // of the run, from the first one of the micro-block on
-
-    INLINE RawPage(u32 base, int warp)
-        : address(base + AT(pages) + warp * MICRO_BLOCK_BYTES), barrier(base + AT(page_full) + 8 * warp), parity(1) {}
-    INLINE void copy(LoadsDone done, const Reader& reader) {
-        if (elect_lane()) {
-            expect_bytes(barrier, MICRO_BLOCK_BYTES);
-            copy_bulk<MICRO_BLOCK_BYTES>(done, address, barrier, reader.page);
-        }
-        sync_warp();
-    }
-    INLINE void wait() { wait_for_copies_of(barrier, parity ^= 1); }
-    template <int WIDTH> INLINE void load(u32 offset, u32* x) const {
-        if constexpr (WIDTH == 4) load_shared_4(address + offset, x);
-        else if constexpr (WIDTH == 2) load_shared_2(address + offset, x);
-        else *x = load_shared(address + offset);
-    }
-    INLINE u32 stored_bytes(int row) const {
-        return (row < tokens ? 0x00FF00FF : 0) | (row + 8 < tokens ? 0xFF00FF00 : 0);
-    }
-};
 
 // The weights of a warp's 16 tokens: those of its tile, behind those of the tile before.
 struct Weights {
     Columns maximum;  // of the run's tiles so far
     Columns total;    // of this group's
 
-    // The first query sees `unmasked` tokens from the lane's first one on; `tokens` are stored.
-    INLINE void mask(int unmasked, int tokens, int c, float (&s)[ROWS / 2]) {
-        for_each<ROWS / 2>([&](auto j) {
-            const int row = blockIdx.x * ROWS + j.value / 4 * 8 + 2 * c + j.value % 2;
-            if (j.value / 2 % 2 * 8 >= min(unmasked + row / HEADS, tokens)) s[j.value] = minus_infinity();
-        });
-    }
     // Takes the maxima from the stage of the tile before.
     INLINE void start(u32 before, int tile, int c) {
         Columns now;
@@ -162,7 +130,8 @@ INLINE void unpack_and_score(const Arguments& a, u32 base, int group, int t) {
     u32 offsets[4], runs = 0;
     own_offsets(lane, warp, offsets);
     Reader reader(a, warp, group, 2);
-    RawPage page(base, 4 * group + warp);
+    const int owner = 4 * group + warp;
+    RawPage page(base + AT(pages) + owner * RawPage::BYTES, base + AT(page_full) + 8 * owner);
     Raw<0, BLOCKS> raw;
     RawRope<ROPE_BITS> rope;
     Weights weights;
@@ -182,10 +151,9 @@ INLINE void unpack_and_score(const Arguments& a, u32 base, int group, int t) {
     while (more) {
         start_runs();
         const u32 number = reader.base + reader.tile, stage = number % 2, tile = base + stage * STAGE_BYTES;
-        const int own = reader.tile, token = (reader.run.first + own) * TILE + warp * 16;
+        const int own = reader.tile;
         const bool is_last = own + 2 >= reader.run.count;
-        const int unmasked = reader.run.unmasked - token, tokens = reader.run.tokens - token;
-        page.tokens = tokens;
+        page.start(reader, r);
         page.wait();
         rope.load(page, lane), raw.load(page, lane);
         float s[ROWS / 2];
@@ -207,7 +175,7 @@ INLINE void unpack_and_score(const Arguments& a, u32 base, int group, int t) {
         barrier_wait(base + AT(tile_empty) + 8 * stage, (number / 2 + 1) % 2);
         raw.store(tables, tile, offsets, add);
         wgmma_wait<0>();
-        if (__builtin_expect(unmasked < 16, 0)) weights.mask(unmasked - r, tokens - r, c, s);
+        if (__builtin_expect(page.hides_some(), 0)) page.mask(r, c, s);
         const u32 before = 1 - stage;
         if (number) barrier_wait(base + AT(tile_full) + 8 * before, (number - 1) / 2 % 2);
         weights.start(base + before * STAGE_BYTES, own, c);

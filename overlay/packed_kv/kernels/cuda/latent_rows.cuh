@@ -1,6 +1,10 @@
 // Queries of a block's rows, and their outputs.
 #pragma once
-#include "latent_tile.cuh"
+#if HAS_PICKS
+#include "latent_picks.cuh"
+#else
+#include "latent_pages.cuh"
+#endif
 
 constexpr float QUERY_FACTOR_F = QUERY_FACTOR, EMPTY_MAXIMUM = -1e30f;
 constexpr float MOST_WEIGHT = 10;  // a weight is at most 2 to this, or the row's maximum moves

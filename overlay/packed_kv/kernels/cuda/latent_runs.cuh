@@ -1,10 +1,11 @@
-// Partitions of latents: runs of tiles of requests, and where the pages of a tile lie.
+// Partitions of latents: runs of tiles of requests.
 #pragma once
 #include "codes.cuh"
 #include "wgmma.cuh"
 
-constexpr int RANK = HEAD_DIM, TILE = TILE_TOKENS, BLOCKS = RANK / 64;  // a block is 64 channels of a tile
-static_assert(RANK == 512 && GROUPS == 16 && TILE == 64 && ROWS % 8 == 0 && ROWS <= 64, "shape");
+constexpr int RANK = HEAD_DIM * (HAS_PICKS ? 2 : 1);  // words of a row are of half as many groups
+constexpr int TILE = TILE_TOKENS, BLOCKS = RANK / 64;   // a block is 64 channels of a tile
+static_assert(RANK == 512 && TILE == 64 && ROWS % 8 == 0 && ROWS <= 64, "shape");
 
 // A run of tiles of one request, as the value groups see it.
 struct Run {
@@ -47,54 +48,5 @@ struct Runs : Run {
             if (count > 0 && rows > 0) return true;
         }
         return false;
-    }
-};
-
-// The pages of a partition's tiles in turn; a warp has a micro-block of each. `step` of them share the tiles of a run:
-// each has every `step`th, from `first` on.
-struct Reader {
-    const Arguments& a;
-    Runs run;
-    int tile;  // its number in the run
-    int warp, own_first, step;
-    u32 base, runs;      // tiles of the runs before this one; runs so far, this one included
-    u32 ahead;           // block of the next tile
-    const u8* page;      // the warp's micro-block
-
-    INLINE Reader(const Arguments& a, int warp, int first = 0, int step = 1)
-        : a(a), run(a), tile(0), warp(warp), own_first(first), step(step), base(0), runs(0), ahead(0), page(nullptr) {
-        run.count = 0;
-    }
-    INLINE int micro_block(int i) const {
-        return min((run.first + min(i, run.count - 1)) * 4 + warp, (run.tokens - 1) / 16);
-    }
-    INLINE u32 block_of(int i) const {
-        return load_int(a.block_table + (u64)run.index * a.table_stride + micro_block(i) / MICRO_BLOCKS);
-    }
-    INLINE const u8* source(int i, u32 block) const {
-        return a.cache + (u64)block * a.block_stride + micro_block(i) % MICRO_BLOCKS * MICRO_BLOCK_BYTES;
-    }
-    INLINE bool next() {
-        u32 block = ahead;
-        tile += step;
-        if (tile >= run.count) {
-            do {
-                base += run.count;
-                if (!run.next(a)) return false;
-                runs++;
-            } while (own_first >= run.count);
-            tile = own_first;
-            block = block_of(tile);
-        }
-        page = source(tile, block);
-        ahead = block_of(tile + step);
-        return true;
-    }
-    // Words of the page at `offset`.
-    template <int WIDTH> INLINE void load(u32 offset, u32* x) const { load_page<WIDTH>(page + offset, x); }
-    // Ones for the scales of tokens that are stored; bytes of others may be anything.
-    INLINE u32 stored_bytes(int row) const {
-        const int token = (run.first + tile) * TILE + warp * 16 + row;
-        return (token < run.tokens ? 0x00FF00FF : 0) | (token + 8 < run.tokens ? 0xFF00FF00 : 0);
     }
 };

@@ -33,6 +33,8 @@ LATENT = Program(
         "wgmma.cuh",
         "latent_runs.cuh",
         "latent_tile.cuh",
+        "latent_pages.cuh",
+        "latent_picks.cuh",
         "latent_rows.cuh",
         "latent_attend.cuh",
         "latent_narrow.cuh",
