@@ -8,31 +8,50 @@ from __future__ import annotations
 import pytest
 import torch
 from packed_kv.attention.latent.picks import PickAttention, PickKernels, ReferencePicks
+from packed_kv.attention.step import StepCache
 from packed_kv.codecs.latent_rows import LatentRowCodec
+from packed_kv.kernels.cuda import CAPABILITY
 from packed_kv.layout import ROW_TOKENS
-from sparse_batches import BLOCK_SIZE, DECODES, DEVICE, ON_CUDA, PICKS, SCALE, Batch, codec_of, relative_rms
+from packed_kv.reference.sparse_latents import count_picks
+from sparse_batches import (
+    BLOCK_SIZE,
+    DECODES,
+    DEVICE,
+    ON_CUDA,
+    PICKS,
+    SCALE,
+    Batch,
+    codec_of,
+    cuda_kernels,
+    relative_rms,
+)
+
+READS_ROWS = [False, True] if ON_CUDA and torch.cuda.get_device_capability() == CAPABILITY else [False]
+"""Whether the CUDA kernel serves decodes."""
 
 
-def kernels_of(codec: LatentRowCodec, heads: int, constant: torch.Tensor | None, most_rows: int) -> PickKernels:
+def kernels_of(
+    codec: LatentRowCodec, heads: int, constant: torch.Tensor | None, most_rows: int, *, reads_rows: bool
+) -> PickKernels:
     if not ON_CUDA:
         return ReferencePicks(codec, SCALE, constant)
-    from packed_kv.attention.latent.picks_on_cuda import CudaPicks
     from vllm.v1.worker.workspace import init_workspace_manager, is_workspace_manager_initialized
 
     if not is_workspace_manager_initialized():
         init_workspace_manager(torch.device(DEVICE))
-    return CudaPicks(codec, heads, SCALE, constant, PICKS, max(most_rows, 4 * PICKS), 512)
+    return cuda_kernels(codec, heads, constant, most_rows, reads_rows=reads_rows)
 
 
+@pytest.mark.parametrize("reads_rows", READS_ROWS)
 @pytest.mark.parametrize("most_rows", [120, 400], ids=["in parts", "at once"])
 @pytest.mark.parametrize(("name", "heads"), [("tq4", 16), ("turboquant25", 5), ("tq3", 3)])
-def test_a_batch(name: str, heads: int, most_rows: int) -> None:
+def test_a_batch(name: str, heads: int, most_rows: int, reads_rows: bool) -> None:
     """The constant, V's gain for stored latents alone, and prompts whose contexts do not fit the workspace together."""
     codec = codec_of(name)
     batch, constant = Batch(codec, heads, most_rows), codec.output_constant()
     assert len(batch.metadata.prompts) == (2 if most_rows == 120 else 1)
     assert sum(part.stored_rows for part in batch.metadata.prompts) == 100 + 64
-    attention = PickAttention(kernels_of(codec, heads, constant, most_rows), constant)
+    attention = PickAttention(kernels_of(codec, heads, constant, most_rows, reads_rows=reads_rows))
     found = attention.attend(batch.metadata, batch.cache, batch.queries, batch.picks, batch.new)
     expected = batch.expected(constant)
     there = (batch.picks >= 0).any(1)
@@ -43,11 +62,12 @@ def test_a_batch(name: str, heads: int, most_rows: int) -> None:
     assert relative_rms(found[prompts], expected[prompts]) < (1e-2 if ON_CUDA else 1e-5)
 
 
-def test_decodes_alone_look_at_no_new_latents() -> None:
+@pytest.mark.parametrize("reads_rows", READS_ROWS)
+def test_decodes_alone_look_at_no_new_latents(reads_rows: bool) -> None:
     codec = codec_of("tq4")
     batch = Batch(codec, 16, 400)
     decodes = batch.metadata.num_decode_tokens
-    attention = PickAttention(kernels_of(codec, 16, None, 400), None)
+    attention = PickAttention(kernels_of(codec, 16, None, 400, reads_rows=reads_rows))
     queries = tuple(x[:decodes] for x in batch.queries)
     found = attention.attend(batch.metadata, batch.cache, queries, batch.picks[:decodes], None)
     expected = batch.expected(None)[:decodes]
@@ -57,21 +77,23 @@ def test_decodes_alone_look_at_no_new_latents() -> None:
 
 
 @pytest.mark.skipif(not ON_CUDA, reason="needs a CUDA device")
-def test_store_and_decodes_in_a_graph() -> None:
+@pytest.mark.parametrize("reads_rows", READS_ROWS)
+def test_store_and_decodes_in_a_graph(reads_rows: bool) -> None:
     """Replays with other slots, padded ones among them, other picks and other pages give what eager launches give."""
     from packed_kv.attention.protocols import NewTokens
     from packed_kv.attention.triton_store import TritonLatentStore
 
     codec = codec_of("tq4")
     batch = Batch(codec, 16, 400)
-    kernels, store = kernels_of(codec, 16, None, 400), TritonLatentStore(codec)
-    attention, tokens = PickAttention(kernels, None), batch.metadata.num_decode_tokens
+    kernels, store = kernels_of(codec, 16, None, 400, reads_rows=reads_rows), TritonLatentStore(codec)
+    attention, tokens = PickAttention(kernels), batch.metadata.num_decode_tokens
     slots = torch.full((tokens,), -1, dtype=torch.int64, device=DEVICE)
     picks = batch.picks[:tokens].clone()
     queries = tuple(x[:tokens].contiguous() for x in batch.queries)
     latent, rope = (x[:tokens].contiguous() for x in batch.new)
 
     def step() -> torch.Tensor:
+        batch.metadata.steps = StepCache()  # as of a new step
         store.write(store.prepare(NewTokens(slots)), batch.cache, latent, rope)
         return attention.attend(batch.metadata, batch.cache, queries, picks, None)
 
@@ -87,6 +109,7 @@ def test_store_and_decodes_in_a_graph() -> None:
     batch.metadata.block_table[0, 0] = free
     picks[0] = torch.where(torch.arange(PICKS, device=DEVICE) < 70, torch.tensor(63, device=DEVICE), -1)
     picks[0, :2] = torch.tensor([5, 100])
+    batch.metadata.seq_lens[1] -= 20  # fewer picks are looked at
     for x in (*queries, latent):
         x.mul_(-0.7)
     graph.replay()
@@ -100,3 +123,10 @@ def test_store_and_decodes_in_a_graph() -> None:
 def test_rows_of_a_warp() -> None:
     """A tile of the gather kernel is whole warps of 8 tokens; else the tests above would not cross one."""
     assert ROW_TOKENS == 8 and sum(count for _, count in DECODES) * PICKS > 4 * ROW_TOKENS
+
+
+def test_counts_of_picks() -> None:
+    """As many as a query token sees; none of padding, which vLLM maps to the first request."""
+    query_start, seq_lens = torch.tensor([0, 1, 4, 4]), torch.tensor([150, 70, 0])
+    counts = count_picks(torch.tensor([0, 1, 1, 1, 0, 0]), query_start, seq_lens, 69)
+    assert counts.tolist() == [69, 68, 69, 69, 0, 0]

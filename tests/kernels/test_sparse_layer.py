@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,8 +15,12 @@ from packed_kv.attention.latent.sparse_impl import PickedPrefix
 from packed_kv.attention.store import LatentStore
 from packed_kv.attention.triton_store import TritonLatentStore
 from packed_kv.codecs.latent_rows import LatentRowCodec
-from packed_kv.reference.sparse_latents import attend_picks
-from sparse_batches import BLOCK_SIZE, DEVICE, ON_CUDA, PICKS, SCALE, Batch, codec_of, relative_rms
+from packed_kv.kernels.ahead import current
+from packed_kv.kernels.cuda import latent_launch, latent_pick_launch
+from packed_kv.kernels.triton.sparse_picks import CountPicksLaunch
+from packed_kv.reference.sparse_latents import attend_picks, count_picks
+from sparse_batches import BLOCK_SIZE, DEVICE, ON_CUDA, PICKS, Batch, codec_of, cuda_kernels, relative_rms
+from test_cuda_latent import runs
 from test_shares import Workspace
 
 TOLERANCE = 1e-2 if ON_CUDA else 2e-2
@@ -43,6 +48,28 @@ def emulated_flash(
     return out, None, lse
 
 
+class EmulatedPicks(latent_pick_launch.CudaPickDecode):
+    """The CUDA kernel over rows where there is no GPU."""
+
+    def __init__(self, page, cache, heads, query, output, constant=None) -> None:
+        self.page, self.heads, self.block_size, self.dtypes = page, heads, cache.shape[1], (query, output)
+        self.constant, self.layer = constant, latent_launch.layer_arguments(cache, constant)
+
+    def __call__(self, step, query, rope_query, output, picks) -> None:
+        import emulated
+
+        has_constant, shape = self.constant is not None, step.step.shape
+        variant = latent_launch.Variant(self.heads, shape.rows, self.block_size, *self.dtypes, has_constant, False)
+        call = latent_launch.call_arguments(output, query, rope_query)
+        layer = latent_pick_launch.pick_arguments(step, picks) + self.layer
+        emulated.run_latent(latent_launch.constants(self.page, variant), call, step.step, layer, self.heads)
+
+    def compile_variants(self, longest_decode: int = 1) -> None:
+        noted = current()
+        if noted is not None:
+            noted.note("the CUDA kernel", None)
+
+
 @pytest.fixture(autouse=True)
 def _machine(monkeypatch: pytest.MonkeyPatch) -> None:
     workspace = Workspace()
@@ -50,22 +77,34 @@ def _machine(monkeypatch: pytest.MonkeyPatch) -> None:
     if not ON_CUDA:
         monkeypatch.setattr(picks_on_cuda, "flash_mla_sparse_fwd", emulated_flash)
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: (9, 0))
+        card = SimpleNamespace(multi_processor_count=2)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _device: card)
+        monkeypatch.setattr(latent_pick_launch, "CudaPickDecode", EmulatedPicks)
 
 
-def kernels_of(codec: LatentRowCodec, heads: int, most_rows: int = 400) -> CudaPicks:
-    return CudaPicks(codec, heads, SCALE, codec.output_constant(), PICKS, max(most_rows, 4 * PICKS), 144)
+def kernels_of(codec: LatentRowCodec, heads: int, most_rows: int = 400, *, reads_rows: bool = False) -> CudaPicks:
+    return cuda_kernels(codec, heads, codec.output_constant(), most_rows, reads_rows=reads_rows)
 
 
+READS_ROWS = pytest.mark.parametrize(
+    "reads_rows", [pytest.param(False, id="gathered"), pytest.param(True, id="rows", marks=runs)]
+)
+
+
+@READS_ROWS
 @pytest.mark.parametrize("most_rows", [120, 400], ids=["in parts", "at once"])
 @pytest.mark.parametrize(("name", "heads"), [("tq4", 16), ("turboquant25", 5)])
-def test_a_batch(name: str, heads: int, most_rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_batch(
+    name: str, heads: int, most_rows: int, monkeypatch: pytest.MonkeyPatch, *, reads_rows: bool
+) -> None:
     """Also in slices of 16 query tokens."""
     monkeypatch.setattr(picks_on_cuda, "SLICE_TOKENS", 16)
     codec = codec_of(name)
-    batch, kernels = Batch(codec, heads, most_rows), kernels_of(codec, heads, most_rows)
+    batch, kernels = Batch(codec, heads, most_rows), kernels_of(codec, heads, most_rows, reads_rows=reads_rows)
     assert (len(batch.metadata.prompts), kernels.most_tokens(1)) == (2 if most_rows == 120 else 1, 16)
-    attention = PickAttention(kernels, codec.output_constant())
-    found = attention.attend(batch.metadata, batch.cache, batch.queries, batch.picks, batch.new)
+    attention = PickAttention(kernels)
+    queries = tuple(x.bfloat16() for x in batch.queries)
+    found = attention.attend(batch.metadata, batch.cache, queries, batch.picks, batch.new)
     expected, there = batch.expected(codec.output_constant()), (batch.picks >= 0).any(1)
     prompts = slice(batch.metadata.num_decode_tokens, None)
     errors = [relative_rms(found[rows], expected[rows]) for rows in (there, prompts)]
@@ -87,18 +126,19 @@ def test_prefixes() -> None:
     assert torch.equal(rows, expected)
 
 
-def test_the_warm_up_notes_what_steps_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+@READS_ROWS
+def test_the_warm_up_notes_what_steps_launch(reads_rows: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Variants that a step asks for are those that were noted."""
     from packed_kv.kernels.ahead import Ahead
     from packed_kv.kernels.triton.launch import Launch
 
     codec = codec_of("tq4")
-    kernels, store = kernels_of(codec, 16), LatentStore(TritonLatentStore(codec))
+    kernels, store = kernels_of(codec, 16, reads_rows=reads_rows), LatentStore(TritonLatentStore(codec))
     noted: set[Any] = set()
     monkeypatch.setattr(Ahead, "note", lambda _ahead, variant, _compile: noted.add(variant))
     page = torch.zeros(1, BLOCK_SIZE, codec.slot_bytes, dtype=torch.uint8, device=DEVICE)
     kernels.warm_up(store, page)
-    assert len(noted) == 6, "store, picks, prefixes, split, merge of one kind and of both"
+    assert len(noted) == (8 if reads_rows else 6), "store, picks (or counts, schedule, CUDA), prefixes, split, merges"
     launched: set[Any] = set()
     call = Launch.__call__
 
@@ -111,10 +151,27 @@ def test_the_warm_up_notes_what_steps_launch(monkeypatch: pytest.MonkeyPatch) ->
     new = tuple(x.bfloat16() for x in batch.new)
     slots = torch.full((len(batch.picks),), -1, dtype=torch.int64, device=DEVICE)
     store.store(batch.cache, slots, *new, None, None)
-    attention = PickAttention(kernels, codec.output_constant())
-    attention.attend(batch.metadata, batch.cache, batch.queries, batch.picks, new)
-    assert launched <= noted and len(launched) == 5
+    attention = PickAttention(kernels)
+    attention.attend(batch.metadata, batch.cache, tuple(x.bfloat16() for x in batch.queries), batch.picks, new)
+    assert launched <= noted and len(launched) == (6 if reads_rows else 5)
 
 
 def test_padded_heads() -> None:
     assert [padded_heads(n) for n in (1, 16, 64, 65, 128)] == [64, 64, 64, 128, 128]
+
+
+@pytest.mark.parametrize("tokens", [6, 300])
+def test_counts_of_picks(tokens: int) -> None:
+    """Of whole requests of 1 to 4 query tokens, an empty one behind them, and padding, which is the first request's."""
+    random = torch.Generator().manual_seed(tokens)
+    lengths = torch.randint(1, 5, (tokens // 3,), generator=random)
+    starts = torch.cat((torch.zeros(1, dtype=torch.int64), lengths, torch.zeros(1, dtype=torch.int64))).cumsum(0)
+    seq_lens = torch.cat((lengths + torch.randint(0, 200, lengths.shape, generator=random), torch.zeros(1)))
+    requests = torch.zeros(tokens, dtype=torch.int64)
+    known = torch.repeat_interleave(torch.arange(len(lengths)), lengths)[:tokens]
+    requests[: len(known)] = known
+    tensors = [x.to(DEVICE, torch.int32) for x in (requests, starts, seq_lens)]
+    counts = torch.full((tokens + 1,), -7, dtype=torch.int32, device=DEVICE)
+    grid, arguments = CountPicksLaunch.step(tokens, PICKS)
+    CountPicksLaunch()(grid, (counts, *tensors), arguments)
+    assert torch.equal(counts[:-1], count_picks(*tensors, PICKS)) and counts[-1] == -7

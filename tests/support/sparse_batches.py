@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from packed_kv.attention.latent.sparse_metadata import prompt_parts
+from packed_kv.attention.step import StepCache
 from packed_kv.channel_calibration import ChannelCalibration
 from packed_kv.codecs.latent_rows import LatentRowCodec
 from packed_kv.formats import FORMATS
@@ -74,7 +75,8 @@ class Batch:
         )  # fmt: skip
         self.metadata: Any = SimpleNamespace(
             num_decodes=len(DECODES), num_decode_tokens=sum(count for _, count in DECODES),
-            block_table=table.to(DEVICE), req_id_per_token=of_request.to(DEVICE),
+            block_table=table.to(DEVICE), req_id_per_token=of_request.to(DEVICE), steps=StepCache(),
+            query_start_loc=common.query_start_loc, seq_lens=common.seq_lens,
         )  # fmt: skip
         self.metadata.prompts = prompt_parts(self.metadata, common, most_rows)
         self.starts, self.seq_lens, self.table = starts.tolist(), seq_lens.tolist(), table
@@ -102,6 +104,18 @@ class Batch:
                 found.append(weights @ value[picked])
         output = torch.stack(found)
         return output if constant is None else output + constant
+
+
+def cuda_kernels(
+    codec: LatentRowCodec, heads: int, constant: torch.Tensor | None, most_rows: int, *, reads_rows: bool
+) -> Any:
+    """`CudaPicks` of a layer for `Batch`; with `reads_rows` the CUDA kernel serves decodes."""
+    from packed_kv.attention.latent.hopper_picks import HopperPicks, PickLayout
+    from packed_kv.attention.latent.picks_on_cuda import CudaPicks
+
+    layer = PickLayout(codec, heads, SCALE, constant, PICKS)
+    of_rows = HopperPicks(layer, 8) if reads_rows else None
+    return CudaPicks(layer, max(most_rows, 4 * PICKS), 144, of_rows)
 
 
 def relative_rms(found: torch.Tensor, expected: torch.Tensor) -> float:

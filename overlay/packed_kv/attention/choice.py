@@ -16,22 +16,26 @@ class Limits(NamedTuple):
     max_requests: int
 
 
-def takes_cuda(option: str, refused: str | None, heads: str, longest_decode: int, longest: int) -> bool:
-    """Return whether the CUDA kernel serves a layer, else Triton's does; and log it, with the reason.
+def takes_cuda(
+    option: str, refused: str | None, heads: str, longest_decode: int, longest: int | None = None, *,
+    otherwise: str = "Triton",
+) -> bool:  # fmt: skip
+    """Return whether the CUDA kernel serves a layer, else `otherwise` does; and log it, with the reason.
 
     Args:
         option: "triton", or "auto": the CUDA kernel where it serves.
         refused: what of the layer the CUDA kernel does not serve, or None.
         heads: the layer's, in words.
         longest_decode: query tokens of a request, drafts included.
-        longest: the most that the CUDA kernel serves of such heads.
+        longest: the most that the CUDA kernel serves of such heads; None: any number.
     """
     reason = f"does not support {refused}" if refused else None
     if option == "triton":
         reason = "is disabled by decode_kernel=triton"
     tokens = "1 query token" if longest_decode == 1 else f"{longest_decode} query tokens"
-    served = f"CUDA ({heads}, {tokens} per request, at most {longest})"
+    most = "" if longest is None else f", at most {longest}"
+    served = f"CUDA ({heads}, {tokens} per request{most})"
     logger.info_once(
-        "decode kernel: %s", served if reason is None else f"Triton (the CUDA kernel {reason})", scope="local"
+        "decode kernel: %s", served if reason is None else f"{otherwise} (the CUDA kernel {reason})", scope="local"
     )
     return reason is None

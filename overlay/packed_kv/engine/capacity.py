@@ -170,16 +170,6 @@ def log_match_unit(vllm_config: VllmConfig) -> None:
         )
 
 
-def log_stage() -> None:
-    """Log what sparse attention over packed latents costs in its present form."""
-    if current_platform.is_cuda():
-        logger.info_once(
-            "sparse attention over packed latents gathers picked tokens to bf16: attention of decodes takes 1.3 to 1.7 "
-            "times that over fp8_ds_mla",
-            scope="local",
-        )
-
-
 def check_padding(vllm_config: VllmConfig, spec: AttentionSpec) -> None:
     """Raise Refused if skipped layers make vLLM pad the packed pages to much more than they hold.
 

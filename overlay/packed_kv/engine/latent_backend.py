@@ -21,7 +21,7 @@ from ..facts import Facts
 from ..formats import FORMATS
 from ..layout import latent_slot_bytes
 from ..refusals import refuse
-from .capacity import log_capacity, log_match_unit, log_stage
+from .capacity import log_capacity, log_match_unit
 from .names import latent_registry_name, sparse_registry_name
 from .page_backend import PackedPages
 
@@ -91,7 +91,6 @@ class ReportingSparseBuilder(SparseLatentBuilder):
     ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         log_capacity(vllm_config, kv_cache_spec.block_size)
-        log_stage()
 
 
 class PackedSparseBackend(PackedLatentBackend):

@@ -34,6 +34,23 @@ def gather_tokens(
     return rows
 
 
+def count_picks(
+    requests: torch.Tensor, query_start: torch.Tensor, seq_lens: torch.Tensor, picks: int
+) -> torch.Tensor:
+    """Return how many first picks of a query token can be some, int32 [tokens]: as many as it has tokens before it and
+    itself, at most `picks`; 0 for padding.
+
+    Args:
+        requests: int [tokens], request of each query token; of padding any.
+        query_start: int [requests + 1], first query token of each request, and their number.
+        seq_lens: int [requests], tokens of requests, the batch's included.
+    """
+    tokens, of_token = torch.arange(len(requests), device=requests.device), requests.long()
+    end = query_start[of_token + 1]
+    seen = seq_lens[of_token] - end + tokens + 1
+    return torch.where(tokens < end, seen.clamp(0, picks), 0).to(torch.int32)
+
+
 def attend_picks(
     rows: torch.Tensor, picks: torch.Tensor, q_latent: torch.Tensor, q_rope: torch.Tensor, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:

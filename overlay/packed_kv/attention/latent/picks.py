@@ -1,8 +1,10 @@
 """Sparse attention of a layer over latent rows: each query token reads the tokens that vLLM's indexer picked for it.
 
-Decodes read rows of pages, their own included. Prompts read what was before the batch from pages and their own tokens
-as the model has them; see `reference/sparse_latents.py`. Rows are gathered into a workspace, in the basis in which
-latents are stored, and attention over them is another kernel's (`picks_on_cuda.py`), or PyTorch's.
+Decodes read rows of pages, their own included: on Hopper by a kernel that reads packed rows (`hopper_picks.py`).
+Prompts read what was before the batch from pages and their own tokens as the model has them; see
+`reference/sparse_latents.py`. Their rows are gathered into a workspace, in the basis in which latents are stored, and
+attention over them is another kernel's (`picks_on_cuda.py`), or PyTorch's. So are rows of decodes where no kernel reads
+packed ones.
 """
 
 from __future__ import annotations
@@ -33,8 +35,11 @@ class PickedRows(NamedTuple):
 
 
 class PickKernels(Protocol):
-    """Kernels of a device for `PickAttention`. Results lie in a workspace: rows until the next `gather` or `raw`,
+    """Kernels of a layer for `PickAttention`. Results lie in a workspace: rows until the next `gather` or `raw`,
     others until the next slice of tokens."""
+
+    constant: torch.Tensor | None
+    """fp32 [rank], added to results, or None."""
 
     def most_tokens(self, picks: int) -> int:
         """Most query tokens of a slice, whose picks of so many are gathered each for itself."""
@@ -63,12 +68,33 @@ class PickKernels(Protocol):
     def take_output(self, tokens: int, like: torch.Tensor) -> torch.Tensor:
         """Memory for the results of a batch, [tokens, heads, rank]; `like`: its queries."""
 
+    def decode(
+        self, metadata: SparseLatentMetadata, cache: torch.Tensor, queries: Queries, picks: torch.Tensor,
+        output: torch.Tensor,
+    ) -> None:  # fmt: skip
+        """Fill `output` [tokens, heads, rank] of a batch's decodes, its first query tokens: here from gathered rows.
+        Arguments are those of `PickAttention.attend`."""
+        for part in slices(self, 0, len(output), picks.shape[1]):
+            picked = picks[part]
+            rows = self.gather(cache, metadata.block_table, metadata.req_id_per_token[part], picked.flatten())
+            numbers = torch.arange(picked.numel(), dtype=torch.int32, device=picked.device).view_as(picked)
+            of_own = PickedRows(torch.where(picked >= 0, numbers, -1))
+            found, _ = self.attend(rows, of_own, (queries[0][part], queries[1][part]), is_own=False)
+            found = found[:, : output.shape[1]]
+            output[part] = found if self.constant is None else found + self.constant
+
+
+def slices(kernels: PickKernels, first: int, last: int, picks: int) -> Iterator[slice]:
+    """Slices of the query tokens `first` to `last` - 1 whose picks, so many each, the workspace holds together."""
+    most = kernels.most_tokens(picks)
+    return (slice(start, min(start + most, last)) for start in range(first, last, most))
+
 
 class PickAttention:
-    """Sparse attention of one layer. `constant`: fp32 [rank], added to results, or None."""
+    """Sparse attention of one layer."""
 
-    def __init__(self, kernels: PickKernels, constant: torch.Tensor | None) -> None:
-        self.kernels, self.constant = kernels, constant
+    def __init__(self, kernels: PickKernels) -> None:
+        self.kernels = kernels
 
     def attend(
         self,
@@ -91,8 +117,8 @@ class PickAttention:
         """
         tokens, decodes = len(picks), metadata.num_decode_tokens
         output = self.kernels.take_output(tokens, queries[0])
-        for part in self._slices(0, min(decodes, tokens), picks.shape[1]):
-            self._decode(metadata, cache, part, queries, picks, output)
+        if decodes:
+            self.kernels.decode(metadata, cache, queries, picks, output[:decodes])
         if tokens <= decodes:
             return output
         assert new is not None and metadata.prompts, "prompts without their latents"
@@ -101,22 +127,6 @@ class PickAttention:
             self._attend_to_prompt(metadata, cache, prompt, own, queries, picks, output)
         return output
 
-    def _slices(self, first: int, last: int, picks: int) -> Iterator[slice]:
-        most = self.kernels.most_tokens(picks)
-        return (slice(start, min(start + most, last)) for start in range(first, last, most))
-
-    def _decode(
-        self, metadata: SparseLatentMetadata, cache: torch.Tensor, part: slice, queries: Queries, picks: torch.Tensor,
-        output: torch.Tensor,
-    ) -> None:  # fmt: skip
-        picked = picks[part]
-        rows = self.kernels.gather(cache, metadata.block_table, metadata.req_id_per_token[part], picked.flatten())
-        numbers = torch.arange(picked.numel(), dtype=torch.int32, device=picked.device).view_as(picked)
-        of_own = PickedRows(torch.where(picked >= 0, numbers, -1))
-        found, _ = self.kernels.attend(rows, of_own, (queries[0][part], queries[1][part]), is_own=False)
-        found = found[:, : output.shape[1]]
-        output[part] = found if self.constant is None else found + self.constant
-
     def _attend_to_prompt(
         self, metadata: SparseLatentMetadata, cache: torch.Tensor, prompt: PromptPart, own: torch.Tensor,
         queries: Queries, picks: torch.Tensor, output: torch.Tensor,
@@ -124,7 +134,7 @@ class PickAttention:
         stored = None
         if prompt.stored_rows:
             stored = self.kernels.gather(cache, metadata.block_table, prompt.requests, prompt.positions)
-        for part in self._slices(prompt.first, prompt.last, 1):
+        for part in slices(self.kernels, prompt.first, prompt.last, 1):
             inside = slice(part.start - prompt.first, part.stop - prompt.first)
             rows = self.kernels.split(picks[part], prompt, inside)
             of_part = queries[0][part], queries[1][part]

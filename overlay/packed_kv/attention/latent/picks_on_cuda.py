@@ -1,7 +1,7 @@
-"""Sparse attention over latent rows on CUDA: `kernels/triton` gathers rows to bf16, and vLLM's FlashMLA attends.
+"""Sparse attention over latent rows on CUDA.
 
-`flash_mla_sparse_fwd` has one form for prompts and decodes, over bf16 rows of 512 + 64 channels. A decode so reads its
-picks twice: stage 1 of sparse latents, until a kernel reads packed rows itself.
+Prompts: `kernels/triton` gathers rows to bf16, and vLLM's FlashMLA attends. `flash_mla_sparse_fwd` takes bf16 rows of
+512 + 64 channels. Decodes: `hopper_picks.py`, where it serves the layer, else the same, which reads picks twice.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import torch
 from vllm.v1.attention.ops.flashmla import flash_mla_sparse_fwd
 from vllm.v1.worker.workspace import current_workspace_manager
 
-from ...codecs.latent_rows import LatentRowCodec
 from ...kernels.ahead import Ahead
 from ...kernels.triton.latent_rows import GatherRowsLaunch
 from ...kernels.triton.launch import Launches
@@ -20,8 +19,9 @@ from ...kernels.triton.sparse_picks import MergePicksLaunch, SplitPicksLaunch
 from ..protocols import NewTokens
 from ..store import LatentStore
 from ..triton_store import TritonLatentStore
+from .hopper_picks import HopperPicks, PickLayout
 from .picks import Attended, Latents, PickedRows, PickKernels, Queries
-from .sparse_metadata import PromptPart
+from .sparse_metadata import PromptPart, SparseLatentMetadata
 
 HEADS = 64, 128
 """Query heads that FlashMLA's kernel takes; fewer are padded."""
@@ -41,7 +41,8 @@ class PickMemory(NamedTuple):
 
     `rows`: bf16 [rows, 576], gathered; `own`: bf16 [tokens, 576], of the batch's prompts. `query`: bf16 [slice, padded
     heads, 576]. `stored`, `over_own`: bf16 [slice, padded heads, 512], attention over each kind. `stored_picks`,
-    `own_picks`: int32 [slice, picks], and their counts, int32 [slice]. `output`: bf16 [tokens, heads, 512].
+    `own_picks`: int32 [slice, picks], and their counts, int32 [slice]. `output`: bf16 [tokens, heads, 512]. `partial`:
+    those of `HopperPicks`, if it serves the layer.
     """
 
     rows: torch.Tensor
@@ -54,26 +55,23 @@ class PickMemory(NamedTuple):
     stored_counts: torch.Tensor
     own_counts: torch.Tensor
     output: torch.Tensor
+    partial: tuple[torch.Tensor, ...]
 
 
 class CudaPicks(PickKernels):
     """The kernels of one layer.
 
     Args:
-        codec: of the layer, on a CUDA device, for 512 + 64 channels.
-        heads: of this rank.
-        scale: of scores.
-        constant: see `PickAttention`.
-        picks: of a query token, `index_topk`.
         most_rows: of the workspace, at least the tokens of the longest request.
         most_tokens: of a batch.
+        of_rows: the kernel that reads packed rows of decodes; None: theirs are gathered.
     """
 
     def __init__(
-        self, codec: LatentRowCodec, heads: int, scale: float, constant: torch.Tensor | None, picks: int,
-        most_rows: int, most_tokens: int,
-    ) -> None:  # fmt: skip
-        self.codec, self.heads, self.scale, self.constant, self.picks = codec, heads, scale, constant, picks
+        self, layer: PickLayout, most_rows: int, most_tokens: int, of_rows: HopperPicks | None = None
+    ) -> None:
+        codec, heads, picks, self.of_rows = layer.codec, layer.heads, layer.picks, of_rows
+        self.codec, self.heads, self.scale, self.constant, self.picks = codec, heads, layer.scale, layer.constant, picks
         self.padded_heads = padded_heads(heads)
         self.inverse_gain = 1 / codec.value_gain()
         transform = codec.latent.transform
@@ -87,11 +85,23 @@ class CudaPicks(PickKernels):
             ((max(most_rows, picks), width), bf16), ((most_tokens, width), bf16),
             ((tokens, self.padded_heads, width), bf16), *[((tokens, self.padded_heads, codec.rank), bf16)] * 2,
             *[((tokens, picks), int32)] * 2, *[((tokens,), int32)] * 2, ((most_tokens, heads, codec.rank), bf16),
+            *(() if of_rows is None else of_rows.specs),
         )  # fmt: skip
 
     def memory(self) -> PickMemory:
         """The workspace, sized when this is first called, in the engine's start."""
-        return PickMemory(*current_workspace_manager().get_simultaneous(*self.specs))
+        taken = current_workspace_manager().get_simultaneous(*self.specs)
+        fields = len(PickMemory._fields) - 1
+        return PickMemory(*taken[:fields], tuple(taken[fields:]))
+
+    def decode(
+        self, metadata: SparseLatentMetadata, cache: torch.Tensor, queries: Queries, picks: torch.Tensor,
+        output: torch.Tensor,
+    ) -> None:  # fmt: skip
+        if self.of_rows is None:
+            super().decode(metadata, cache, queries, picks, output)
+        else:
+            self.of_rows.attend(metadata, cache, queries, picks, output, self.memory().partial)
 
     def most_tokens(self, picks: int) -> int:
         rows, query = self.specs[0][0][0], self.specs[2][0][0]
@@ -171,15 +181,24 @@ class CudaPicks(PickKernels):
         latents = torch.zeros(1, self.codec.rank, dtype=torch.bfloat16, device=device)
         of_rope = torch.zeros(1, self.codec.rope_dim, dtype=torch.bfloat16, device=device)
         part = PromptPart(0, 1, 1, one, one, one, one, one)
+        decodes = SparseLatentMetadata(
+            num_reqs=1, max_query_len=1, max_seq_len=1, num_actual_tokens=1, query_start_loc=torch.cat((one, one)),
+            slot_mapping=one.long(), block_table=table, req_id_per_token=one, seq_lens=one, num_decodes=1,
+            num_decode_tokens=1,
+        )  # fmt: skip
+        queries = memory.query[:1, : self.heads].split([self.codec.rank, self.codec.rope_dim], dim=-1)
         lse = torch.zeros(1, self.padded_heads, device=device)
         with Ahead():
             kernel = store.kernel
             assert isinstance(kernel, TritonLatentStore)
             kernel.write(kernel.prepare(NewTokens(one.long())), cache, latents, of_rope)
-            self.gather(cache, table, one, picks.flatten())
+            if self.of_rows is None:
+                self.gather(cache, table, one, picks.flatten())
+            else:  # first, as it takes longest
+                self.decode(decodes, cache, queries, picks, memory.output[:1])
             self.gather(cache, table, one, one)
             rows = self.split(picks, part, slice(0, 1))
             for stored in (None, (memory.stored[:1], lse)):
                 self.merge(memory.output[:1], stored, (memory.over_own[:1], lse), rows)
-        for bound in (kernel.bound, self.bound):
+        for bound in (kernel.bound, self.bound, *(() if self.of_rows is None else (self.of_rows.bound,))):
             bound.clear()  # pages of our own go

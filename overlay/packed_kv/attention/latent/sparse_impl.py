@@ -13,6 +13,8 @@ import torch
 from vllm.model_executor.layers.attention.sparse_mla_attention import SparseMLACommonImpl
 
 from ...codecs.latent_rows import LatentRowCodec
+from ...settings.options import read_options
+from ..metadata import longest_decode
 from ..store import LatentStore, reference_latent_store
 from ..warmup import block_size_of
 from .base import PackedLatents, check_arguments
@@ -21,7 +23,8 @@ from .picks import Latents, PickAttention, PickKernels, ReferencePicks
 from .sparse_metadata import SparseLatentMetadata, workspace_rows
 
 LEAST_SLICE = 64
-"""Decodes whose picks the workspace holds together, however short the longest request: 151 MB for 2,048 picks each."""
+"""Decodes whose picks the workspace holds together where they are gathered, however short the longest request: 151 MB
+for 2,048 picks each."""
 
 
 class SparseLatentKernels(NamedTuple):
@@ -114,22 +117,27 @@ class SparseLatentImpl(PackedLatents, SparseMLACommonImpl[SparseLatentMetadata])
 
     def _kernels(self, codec: LatentRowCodec, constant: torch.Tensor | None) -> SparseLatentKernels:
         if self.device.type != "cuda":
-            attention = PickAttention(ReferencePicks(codec, self.scale, constant), constant)
+            attention = PickAttention(ReferencePicks(codec, self.scale, constant))
             return SparseLatentKernels(
                 LatentStore(reference_latent_store(codec)), attention, ReferenceLatentPrefix(codec)
             )
         from ..triton_store import TritonLatentStore  # these import Triton, which the CPU platform may lack
+        from .hopper_picks import PickLayout, pick_decode
         from .picks_on_cuda import CudaPicks
 
-        config = self.config
-        picks = int(config.model_config.hf_text_config.index_topk)
-        rows = max(workspace_rows(config), picks * min(LEAST_SLICE, config.scheduler_config.max_num_seqs))
-        sizes = picks, rows, config.scheduler_config.max_num_batched_tokens
-        kernels = CudaPicks(codec, self.num_heads, self.scale, constant, *sizes)
+        config, scheduler = self.config, self.config.scheduler_config
+        picks, longest = int(config.model_config.hf_text_config.index_topk), longest_decode(config)
+        layer = PickLayout(codec, self.num_heads, self.scale, constant, picks)
+        most_decodes = min(scheduler.max_num_seqs * longest, scheduler.max_num_batched_tokens)
+        option = read_options(config.additional_config).decode_kernel
+        of_rows, rows = pick_decode(layer, option, most_decodes, longest), workspace_rows(config)
+        if of_rows is None:
+            rows = max(rows, picks * min(LEAST_SLICE, scheduler.max_num_seqs))
+        kernels = CudaPicks(layer, rows, scheduler.max_num_batched_tokens, of_rows)
         store = LatentStore(TritonLatentStore(codec))
         page = torch.zeros(1, block_size_of(config), codec.slot_bytes, dtype=torch.uint8, device=self.device)
         kernels.warm_up(store, page)
-        return SparseLatentKernels(store, PickAttention(kernels, constant), PickedPrefix(kernels))
+        return SparseLatentKernels(store, PickAttention(kernels), PickedPrefix(kernels))
 
     def do_kv_cache_update(
         self, kv_c_normed: torch.Tensor, k_pe: torch.Tensor, *arguments: Any, **options: Any

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 
 import torch
@@ -17,6 +17,7 @@ from vllm.v1.kv_cache_interface import AttentionSpec
 
 from ...kernels.ahead import wait_for_all
 from ..metadata import check_batch
+from ..step import StepCache
 
 WORKSPACE_CONTEXTS = 2
 """Contexts of the model that the workspace holds where vLLM does not say (`sparse_mla_prefill_workspace_factor`)."""
@@ -44,9 +45,11 @@ class PromptPart:
 
 @dataclass(kw_only=True)
 class SparseLatentMetadata(SparseMLACommonMetadata):
-    """vLLM's metadata. `prompts`: all but the batch's decodes, whether they read picks or everything."""
+    """vLLM's metadata. `prompts`: all but the batch's decodes, whether they read picks or everything. `steps` keeps
+    what the first layer of a kind made for the others."""
 
     prompts: tuple[PromptPart, ...] = ()
+    steps: StepCache = field(default_factory=StepCache)
 
     def __post_init__(self) -> None:
         pass  # vLLM's own allows three sizes

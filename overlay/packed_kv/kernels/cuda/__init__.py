@@ -19,6 +19,8 @@ LATENT = 512, 64
 """Rank and RoPE channels of the latents that `latent.cu` attends over."""
 LATENT_ROWS = 128
 """The most query heads times query tokens of a request over latents."""
+PICK_HEADS = 64
+"""The most query heads over picked latents. With more, it is faster to gather these for FlashMLA (docs/tried.md)."""
 CAPABILITY = (9, 0)
 
 
@@ -104,6 +106,13 @@ def latent_refusal(
     if heads * query_len > LATENT_ROWS:
         return f"{heads} query heads times {query_len} query tokens (at most {LATENT_ROWS})"
     return _unknown_codes(group_bits) or _missing()
+
+
+def pick_refusal(capability: tuple[int, int], heads: int, group_bits: tuple[int, ...] = BITS) -> str | None:
+    """Return what of a layer over picked latents `latent.cu` does not serve; see `latent_refusal`."""
+    if heads > PICK_HEADS:
+        return f"{heads} query heads over picked latents (at most {PICK_HEADS})"
+    return latent_refusal(capability, *LATENT, heads, 1, group_bits)
 
 
 def _unknown_codes(group_bits: tuple[int, ...]) -> str | None:

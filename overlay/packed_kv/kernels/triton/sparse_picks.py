@@ -1,4 +1,5 @@
-"""Kernels around sparse attention over a prompt's picks: which are of the chunk, and the merge of both kinds.
+"""Kernels around sparse attention over picks: how many a decode has, which of a prompt's are of the chunk, and the
+merge of both kinds.
 
 The reference is `reference/sparse_latents.py`.
 """
@@ -14,6 +15,35 @@ from ..checks import check_int32
 from .launch import Arguments, Launch, StepLaunch
 
 NO_LSE = tl.constexpr(float("-inf"))
+COUNTED_TOKENS = 128
+"""Query tokens of a program of `_count_picks_kernel`."""
+
+
+@triton.jit(
+    do_not_specialize=["tokens", "picks"],
+    do_not_specialize_on_alignment=["counts", "requests", "query_start", "seq_lens"],
+)
+def _count_picks_kernel(counts, requests, query_start, seq_lens, tokens, picks, TOKENS: tl.constexpr):
+    """Grid: (blocks of TOKENS tokens). Arguments are those of `count_picks`; counts: int32 [tokens], filled."""
+    token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+    exists = token < tokens
+    request = tl.load(requests + token, mask=exists, other=0)
+    end = tl.load(query_start + request + 1, mask=exists, other=0)
+    seen = tl.load(seq_lens + request, mask=exists, other=0) - end + token + 1
+    seen = tl.minimum(tl.maximum(seen, 0), picks)
+    tl.store(counts + token, tl.where(token < end, seen, 0), mask=exists)
+
+
+class CountPicksLaunch(Launch):
+    """`count_picks` of a batch's decodes. Called with counts, requests, query_start and seq_lens, int32."""
+
+    def __init__(self) -> None:
+        super().__init__(_count_picks_kernel, Arguments(), {"TOKENS": COUNTED_TOKENS}, num_warps=4)
+
+    @staticmethod
+    def step(tokens: int, picks: int) -> StepLaunch:
+        """`picks`: the most of a token."""
+        return StepLaunch((-(-tokens // COUNTED_TOKENS), 1, 1), Arguments(tokens, picks))
 
 
 @triton.jit(do_not_specialize_on_alignment=["picks", "first_own", "stored_offset", "own_offset"])

@@ -1,0 +1,117 @@
+"""Decode attention over picked latent rows by `kernels/cuda`, which reads packed rows itself.
+
+Each query token is to the kernel what a request is to dense attention; see `kernels/cuda/latent_pick_launch.py`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from ...codecs.latent_rows import LatentRowCodec
+from ...kernels.cuda import latent_launch as cuda
+from ...kernels.cuda import latent_pick_launch as cuda_picks
+from ...kernels.cuda import pick_refusal
+from ...kernels.cuda.latent_schedule import LatentScheduler
+from ...kernels.triton.launch import Launches
+from ...kernels.triton.sparse_picks import CountPicksLaunch
+from ..choice import takes_cuda
+from ..step import StepKey
+from .sparse_metadata import SparseLatentMetadata
+
+
+@dataclass(frozen=True)
+class PickLayout:
+    """Shape of a layer of latents whose tokens are picked, and options of its attention.
+
+    `codec`: on a CUDA device, for 512 + 64 channels. `heads`: query heads of this rank. `scale`: of scores.
+    `constant`: fp32 [rank], added to outputs, or None. `picks`: of a query token, `index_topk`.
+    """
+
+    codec: LatentRowCodec
+    heads: int
+    scale: float
+    constant: torch.Tensor | None
+    picks: int
+
+
+class PickKind(NamedTuple):
+    """Key of the layers that share a step."""
+
+    heads: int
+    scale: float
+
+
+class HopperPickStep(NamedTuple):
+    """Arguments and grids of a step's launches. `tensors` are those whose addresses the arguments are."""
+
+    decode: cuda_picks.PickStep
+    tensors: tuple[SparseLatentMetadata, cuda.Parts]
+
+
+class HopperPicks:
+    """The CUDA kernel over picked rows of one layer. `most_tokens`: query tokens of a batch's decodes."""
+
+    def __init__(self, layer: PickLayout, most_tokens: int) -> None:
+        self.layer, device = layer, layer.codec.device
+        sm_count = torch.cuda.get_device_properties(device).multi_processor_count
+        self.kind = PickKind(layer.heads, layer.scale)
+        self.shape = cuda.shape_of(layer.heads, sm_count)
+        self.scheduler = LatentScheduler(most_tokens, sm_count, device)
+        self.numbers = torch.arange(most_tokens + 1, dtype=torch.int32, device=device)
+        self.counts = torch.zeros(most_tokens, dtype=torch.int32, device=device)
+        self.bound: Launches = Launches()
+        rows, fp32 = self.shape.partial_rows(), torch.float32
+        self.specs = ((rows, layer.codec.rank), fp32), ((rows, 2), fp32)
+        """Shapes and dtypes of partial results, in the workspace."""
+
+    def prepare(self, metadata: SparseLatentMetadata, tokens: int, partial: tuple[torch.Tensor, ...]) -> HopperPickStep:
+        """Return the step of a batch's decodes, of so many query tokens. `partial`: of the shapes in `specs`."""
+        layer, counts = self.layer, self.counts[:tokens]
+        requests, seq_lens = metadata.req_id_per_token[:tokens], metadata.seq_lens
+        assert seq_lens is not None
+        launch = self.bound.get("count", None, CountPicksLaunch)
+        grid, arguments = CountPicksLaunch.step(tokens, layer.picks)
+        launch(grid, (counts, requests, metadata.query_start_loc, seq_lens), arguments)
+        parts = cuda.Parts(self.shape, self.scheduler(counts, self.shape.partitions), *partial)
+        tables = metadata.block_table, requests, self.numbers[: tokens + 1], counts
+        step = cuda_picks.make_pick_step(layer.heads, layer.scale, *tables, parts)
+        return HopperPickStep(step, (metadata, parts))
+
+    def attend(
+        self, metadata: SparseLatentMetadata, cache: torch.Tensor, queries: tuple[torch.Tensor, torch.Tensor],
+        picks: torch.Tensor, output: torch.Tensor, partial: tuple[torch.Tensor, ...],
+    ) -> None:  # fmt: skip
+        """See `PickKernels.decode`. `partial`: of the shapes in `specs`, at the same place for all layers of a kind."""
+        tokens, (query, rope_query) = len(output), queries
+        key = StepKey("picks", self.kind)
+        step = metadata.steps.get(key, lambda: self.prepare(metadata, tokens, partial))
+        held_for = (cache.data_ptr(), cache.stride(), query.dtype)
+        decode = self.bound.get("decode", held_for, lambda: self._bind(cache, query.dtype))
+        decode(step.decode, query[:tokens], rope_query[:tokens], output, picks[:tokens])
+
+    def _bind(self, cache: torch.Tensor, dtype: torch.dtype) -> cuda_picks.CudaPickDecode:
+        layer = self.layer
+        decode = cuda_picks.CudaPickDecode(layer.codec.rows, cache, layer.heads, dtype, dtype, layer.constant)
+        decode.compile_variants()
+        return decode
+
+
+def pick_decode(layer: PickLayout, option: str, most_tokens: int, longest_decode: int) -> HopperPicks | None:
+    """Choose the decode kernel of a layer; None: its picks are gathered for FlashMLA.
+
+    Args:
+        option: "triton", or "auto": the CUDA kernel where it serves.
+        most_tokens: query tokens of a batch's decodes.
+        longest_decode: query tokens of a request, drafts included.
+    """
+    widths = layer.codec.rows.page.vector.group_bits
+    refused = pick_refusal(torch.cuda.get_device_capability(layer.codec.device), layer.heads, widths)
+    by_cuda = takes_cuda(
+        option, refused, f"picked latents, {layer.heads} query heads", longest_decode,
+        otherwise="Triton, which gathers picked latents to bf16 for FlashMLA: attention of decodes takes 1.3 to 1.7 "
+        "times that over fp8_ds_mla",
+    )  # fmt: skip
+    return HopperPicks(layer, most_tokens) if by_cuda else None
