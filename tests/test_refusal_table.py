@@ -75,10 +75,6 @@ REFUSED = [
         "sparse attention with a KV connector: NixlConnector, which was not tried",
     ),
     (
-        Facts(is_sparse=True, architecture=V32, platform="cuda", speculative_method="mtp"),
-        "sparse attention with drafts on a GPU: mtp, with which answers were not yet shown to be those without; leave",
-    ),
-    (
         Facts(is_sparse=True, architecture=V32, dcp=2),
         "--decode-context-parallel-size with sparse attention: 2 ranks, and picks are of all ranks' tokens; use",
     ),

@@ -281,10 +281,6 @@ RULES: tuple[Rule, ...] = (
     Rule("sparse attention with a KV connector", "`--kv-transfer-config`",
          lambda f: f.is_sparse and f.connector and f"{f.connector}, which was not tried with latent rows beside index "
          "keys", "leave out --kv-transfer-config"),
-    Rule("sparse attention with drafts on a GPU", "`--speculative-config`",
-         lambda f: f.is_sparse and f.platform == "cuda" and f.speculative_method
-         and f"{f.speculative_method}, with which answers were not yet shown to be those without",
-         "leave out --speculative-config"),
     Rule("latent attention (MLA) in layers of their own kind", "`architectures`; a layer's class",
          lambda f: (f.latent_layer and f"{f.layer} is a {f.latent_layer}, which writes its cache itself")
          or (_is_named(f, OWN_LATENTS) and f"{f.architecture}, whose layers write their cache themselves"),

@@ -184,8 +184,7 @@ def assumptions(target: Target, said: list[str]) -> list[str]:
             f"every dtype, and so blocks of {INDEX_BLOCK} tokens; fp8 is fp8_ds_mla"
         )
         lines.append(
-            "picked tokens are gathered to bf16: attention of decodes takes 1.3 to 1.7 times that over fp8_ds_mla "
-            "(docs/models.md)"
+            "attention of decodes: beside fp8_ds_mla's by query heads of a rank and card, in docs/models.md"
         )
     source = KL["latents"]["source"] if model.has_latents else KL["source"]
     lines.append(f"KL: {source}; calibrated once with packed-kv calibrate (in brackets without)")
