@@ -12,8 +12,9 @@
 namespace wide {
 
 constexpr int SHARE = 2;  // by measurement
-// Registers of a thread of each warpgroup; 504 in all.
-constexpr int ATTEND_REGISTERS = 208, SECOND_REGISTERS = 200, UNPACK_REGISTERS = 96;
+// Registers of a thread of each warpgroup; 504 in all. Rows are found by more of them than pages are: with 96 they spill.
+constexpr int ATTEND_REGISTERS = HAS_PICKS ? 192 : 208, SECOND_REGISTERS = 200;
+constexpr int UNPACK_REGISTERS = 504 - ATTEND_REGISTERS - SECOND_REGISTERS;
 
 constexpr int TILE_BYTES = (BLOCKS + 1) * BLOCK_BYTES;  // the last block is RoPE's
 // `*_full`: barriers at which the warps that fill a stage arrive, once each, and those wait that read it. `*_empty`:
