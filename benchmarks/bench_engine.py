@@ -54,8 +54,7 @@ def graph_sizes(max_requests: int) -> list[int]:
 def start(
     model: str, dtype: str, max_model_len: int, max_requests: int, kv_cache_memory: int | None, ranks: int = 1,
     recent_tokens: int | None = None, chunk: int = CHUNK, compilation: dict[str, Any] | None = None,
-    memory_share: float = 0.9, prefix_caching: bool = False, drafts: int = 0, batches: Sequence[int] = (),
-    **more: Any,
+    memory_share: float = 0.9, drafts: int = 0, batches: Sequence[int] = (), **more: Any,
 ) -> LLM:  # fmt: skip
     """An engine with dummy weights on `ranks` devices; `kv_cache_memory` in bytes, None for what a device has left.
 
@@ -63,7 +62,7 @@ def start(
     `compilation`: vLLM's, by default CUDA graphs for steps of decodes alone and no compiler, to start sooner.
     `memory_share`: of the device; less where engines share it. `drafts`: tokens of an n-gram draft that each step of a
     request verifies, and refuses. `batches`: requests of the CUDA graphs; () for `graph_sizes`. `more`: arguments of
-    `LLM` as they are.
+    `LLM` as they are; without `enable_prefix_caching` there is no prefix caching.
     """
     from vllm import LLM
 
@@ -77,10 +76,11 @@ def start(
         more["speculative_config"] = {"num_speculative_tokens": drafts, **looked_up, **refused}
     return LLM(
         model, kv_cache_dtype=dtype, load_format="dummy", skip_tokenizer_init=True, seed=0,
-        enable_prefix_caching=prefix_caching, max_model_len=max_model_len, max_num_batched_tokens=chunk,
-        max_num_seqs=max_requests, gpu_memory_utilization=memory_share, kv_cache_memory_bytes=kv_cache_memory,
+        max_model_len=max_model_len, max_num_batched_tokens=chunk, max_num_seqs=max_requests,
+        gpu_memory_utilization=memory_share, kv_cache_memory_bytes=kv_cache_memory,
         tensor_parallel_size=ranks, distributed_executor_backend="mp" if ranks > 1 else "uni",
-        compilation_config=compilation, cudagraph_metrics=True, **options, **more,
+        compilation_config=compilation, cudagraph_metrics=True,
+        **options, **({"enable_prefix_caching": False} | more),
     )  # fmt: skip
 
 

@@ -39,7 +39,7 @@ def start(
     with nullcontext(options.model) if options.model else tempfile.TemporaryDirectory() as folder:
         llm = bench_engine.start(
             folder if options.model else bench_engine.write_model(folder), dtype, longest + SPARE_TOKENS, requests,
-            budget + SPARE_BYTES, memory_share=0.1, prefix_caching=True,
+            budget + SPARE_BYTES, memory_share=0.1, enable_prefix_caching=True,
             compilation={"cudagraph_capture_sizes": list(GRAPH_SIZES)} if options.compile else None, **more,
         )  # fmt: skip
     engine = bench_engine.Engine(llm)

@@ -142,7 +142,7 @@ def measure(dtype: str, started: float, model: Path, options: argparse.Namespace
     compilation = {"cudagraph_capture_sizes": bench_engine.graph_sizes(MAX_REQUESTS)} if options.compile else None
     llm: LLM = bench_engine.start(
         options.model or _model(model, options.layers), dtype, MAX_LEN, MAX_REQUESTS, int(options.kv_cache_memory),
-        chunk=STEP_TOKENS, prefix_caching=True, compilation=compilation,
+        chunk=STEP_TOKENS, enable_prefix_caching=True, compilation=compilation,
     )  # fmt: skip
     ready = time.monotonic() - started
 

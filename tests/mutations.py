@@ -84,8 +84,8 @@ MUTATIONS = {
     ),
     "refusal": Mutation(
         "overlay/packed_kv/refusals.py",
-        "(f.head_size <= 0 or f.head_size % HEAD_DIM_MULTIPLE)",
-        "f.head_size <= 0",
+        "(f.layer.head_size <= 0 or f.layer.head_size % HEAD_DIM_MULTIPLE)",
+        "f.layer.head_size <= 0",
         "tests/test_refusal_table.py",
     ),
 }

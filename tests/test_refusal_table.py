@@ -5,16 +5,28 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from dataclasses import fields
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
 from checkout import REPO
 from coverage_models import MODELS
 from packed_kv.architectures import IGNORES_KV_CACHE_DTYPE
 from packed_kv.commands import doctor, plan
-from packed_kv.facts import Facts
+from packed_kv.facts import (
+    Architecture,
+    Attention,
+    Cache,
+    Drafts,
+    Engine,
+    Facts,
+    Latents,
+    Layer,
+    Pages,
+    Parallel,
+    Record,
+    Vllm,
+)
 from packed_kv.model_shape import parse
 from packed_kv.refusals import (
     CONNECTORS,
@@ -38,149 +50,194 @@ class Connector(NamedTuple):
 
 V32 = "DeepseekV32ForCausalLM"
 REFUSED = [
-    (Facts(platform="rocm"), "this platform: rocm, and"),
-    (Facts(capability=(7, 5)), "this GPU: compute capability 7.5, and"),
+    (Facts(Engine(platform="rocm")), "this platform: rocm, and"),
+    (Facts(Engine(capability=(7, 5))), "this GPU: compute capability 7.5, and"),
     (
-        Facts(architecture="RWForCausalLM"),
+        Facts(Architecture(name="RWForCausalLM")),
         "models that do not pass cache_config to their attention layers: RWForCausalLM, whose",
     ),
     (
-        Facts(is_mla=True, architecture="HYV4ForCausalLM"),
+        Facts(Latents(is_mla=True), Architecture(name="HYV4ForCausalLM")),
         "latent attention (MLA) with attention sinks: HYV4ForCausalLM, whose sinks vLLM would leave out; use",
     ),
-    (Facts(has_latent_sinks=True), "latent attention (MLA) with attention sinks: the model, whose"),
-    (Facts(is_sparse=True), "sparse attention: the model, whose"),
+    (Facts(Latents(has_sinks=True)), "latent attention (MLA) with attention sinks: the model, whose"),
+    (Facts(Latents(is_sparse=True)), "sparse attention: the model, whose"),
     (
-        Facts(is_sparse=True, architecture=V32, latent_rank=256, rope_size=64),
+        Facts(Latents(is_sparse=True, rank=256, rope_size=64), Architecture(name=V32)),
         "sparse attention over latents of this size: 256 channels and 64 of RoPE, and kernels need 512 and 64; use",
     ),
     (
-        Facts(is_sparse=True, architecture=V32, version_without_rows="0.32.0"),
+        Facts(Latents(is_sparse=True), Architecture(name=V32), Vllm(version_without_rows="0.32.0")),
         "sparse attention with this vLLM: 0.32.0, whose layers write their cache themselves; ",
     ),
     (
-        Facts(is_sparse=True, architecture=V32, platform="cuda", capability=(8, 9)),
+        Facts(Latents(is_sparse=True), Architecture(name=V32), Engine(platform="cuda", capability=(8, 9))),
         "sparse attention on this GPU: compute capability 8.9, and vLLM's FlashMLA needs 9.0 or 10.x; use",
     ),
     (
-        Facts(is_sparse=True, architecture=V32, pcp=2),
+        Facts(Latents(is_sparse=True), Architecture(name=V32), Parallel(pcp=2)),
         "sparse attention with --prefill-context-parallel-size: 2 ranks, ",
     ),
     (
-        Facts(is_sparse=True, architecture=V32, has_host_cache=True),
+        Facts(Latents(is_sparse=True), Architecture(name=V32), Cache(has_host_cache=True)),
         "sparse attention with a cache on the host: hisparse_config, whose rows",
     ),
     (
-        Facts(is_sparse=True, architecture=V32, connector="NixlConnector"),
+        Facts(Latents(is_sparse=True), Architecture(name=V32), Engine(connector="NixlConnector")),
         "sparse attention with a KV connector: NixlConnector, which was not tried",
     ),
     (
-        Facts(is_sparse=True, architecture=V32, dcp=2),
+        Facts(Latents(is_sparse=True), Architecture(name=V32), Parallel(dcp=2)),
         "--decode-context-parallel-size with sparse attention: 2 ranks, and picks are of all ranks' tokens; use",
     ),
     (
-        Facts(layer="layers.0", latent_layer="MLA"),
+        Facts(Layer(name="layers.0"), Latents(layer_class="MLA")),
         "latent attention (MLA) in layers of their own kind: layers.0 is a MLA, which writes",
     ),
     (
-        Facts(is_mla=True, architecture="Dots3NoteForCausalLM"),
+        Facts(Latents(is_mla=True), Architecture(name="Dots3NoteForCausalLM")),
         "latent attention (MLA) in layers of their own kind: Dots3NoteForCausalLM, whose layers write their cache",
     ),
     (
-        Facts(is_mla=True, has_states=True, states_fit=False),
+        Facts(Latents(is_mla=True), Architecture(has_states=True), Vllm(states_fit=False)),
         "latent attention (MLA) with state layers: the model, and vLLM has patches of an older packed-kv",
     ),
-    (Facts(latent_rank=500, rope_size=64), "latent attention (MLA) of this size: 500 channels and 64 of RoPE, and"),
+    (Facts(Latents(rank=500, rope_size=64)), "latent attention (MLA) of this size: 500 channels and 64 of RoPE, and"),
     (
-        Facts(latent_size=576, built_latent_size=512),
+        Facts(Latents(size=576, built_size=512)),
         "latent attention (MLA) of this size: 576 channels with RoPE's",
     ),
-    (Facts(is_mla=True, version_without_latents="0.31.0"), "latent attention (MLA) with this vLLM: 0.31.0; 0.32.0 and"),
-    (Facts(is_mla=True, sliding_window=64), "latent attention (MLA) with a sliding window: 64 tokens; use"),
-    (Facts(is_mla=True, skip_layers=("0", "2")), "latent attention (MLA) with skipped layers: 0 2, whose"),
-    (Facts(is_mla=True, has_lora=True), "latent attention (MLA) with LoRA: adapters of kv_b_proj would"),
     (
-        Facts(dcp=2, is_mla=True, has_own_queries=True),
+        Facts(Latents(is_mla=True), Vllm(version_without_latents="0.31.0")),
+        "latent attention (MLA) with this vLLM: 0.31.0; 0.32.0 and",
+    ),
+    (
+        Facts(Latents(is_mla=True), Attention(sliding_window=64)),
+        "latent attention (MLA) with a sliding window: 64 tokens; use",
+    ),
+    (
+        Facts(Latents(is_mla=True), Cache(skip_layers=("0", "2"))),
+        "latent attention (MLA) with skipped layers: 0 2, whose",
+    ),
+    (
+        Facts(Latents(is_mla=True), Engine(has_lora=True)),
+        "latent attention (MLA) with LoRA: adapters of kv_b_proj would",
+    ),
+    (
+        Facts(Parallel(dcp=2, has_own_queries=True), Latents(is_mla=True)),
         "--decode-context-parallel-size with --dcp-q-replicate: 2 ranks, and its weights",
     ),
-    (Facts(attention="encoder_only"), "encoders: encoder_only attention, and"),
-    (Facts(is_causal=False), "prompts that are read in both directions: the model, and packed attention"),
-    (Facts(architecture="BloomForCausalLM", has_alibi=True), "ALiBi: BloomForCausalLM, whose scores"),
+    (Facts(Attention(kind="encoder_only")), "encoders: encoder_only attention, and"),
+    (Facts(Attention(is_causal=False)), "prompts that are read in both directions: the model, and packed attention"),
+    (Facts(Architecture(name="BloomForCausalLM"), Attention(has_alibi=True)), "ALiBi: BloomForCausalLM, whose scores"),
     (
-        Facts(layer="layers.0", own_backend="FLASH_ATTN"),
+        Facts(Layer(name="layers.0", own_backend="FLASH_ATTN")),
         "models that choose their own attention backend: layers.0 has",
     ),
-    (Facts(architecture="Step5ForCausalLM"), "models that choose their own attention backend: Step5ForCausalLM, whose"),
-    (Facts(has_static_sinks=True), "static attention sinks: the model, which prepends"),
-    (Facts(cache_kind="RSWASpec"), "this kind of KV cache: a RSWASpec, whose tokens"),
     (
-        Facts(layer="draft.0", cache_of="layers.3"),
+        Facts(Architecture(name="Step5ForCausalLM")),
+        "models that choose their own attention backend: Step5ForCausalLM, whose",
+    ),
+    (Facts(Attention(has_static_sinks=True)), "static attention sinks: the model, which prepends"),
+    (Facts(Pages(kind="RSWASpec")), "this kind of KV cache: a RSWASpec, whose tokens"),
+    (
+        Facts(Layer(name="draft.0"), Pages(owner="layers.3")),
         "draft layers that read the model's KV cache: draft.0 reads that",
     ),
-    (Facts(head_size=72), "this head size: 72 channels, and packed pages need a multiple of 16"),
-    (Facts(head_size=0), "this head size: 0 channels, and"),
-    (Facts(head_size=128, value_size=192), "this head size of V: V of 192 channels with K of 128; V may"),
-    (Facts(head_size=128, value_size=72), "this head size of V: V of 72 channels with K of 128; V may"),
+    (Facts(Layer(head_size=72)), "this head size: 72 channels, and packed pages need a multiple of 16"),
+    (Facts(Layer(head_size=0)), "this head size: 0 channels, and"),
+    (Facts(Layer(head_size=128, value_size=192)), "this head size of V: V of 192 channels with K of 128; V may"),
+    (Facts(Layer(head_size=128, value_size=72)), "this head size of V: V of 72 channels with K of 128; V may"),
     (
-        Facts(layer="layers.0", head_size=128, value_size=64, built_value_size=128),
+        Facts(Layer(name="layers.0", head_size=128, value_size=64, built_value_size=128)),
         "this head size of V: layers.0 has",
     ),
     (
-        Facts(sinks=(3,), query_heads=4),
+        Facts(Attention(sinks=(3,)), Layer(query_heads=4)),
         "attention sinks of this shape: [3], and packed pages need one number for",
     ),
-    (Facts(layer_options=("fancy", "new")), "these options of an attention layer: fancy, new, which"),
-    (Facts(has_image_prefix=True), "images whose tokens attend to each other in both directions: the model, and"),
-    (Facts(block_size=24), "this block size: 24 tokens, and packed pages need a multiple of 16"),
-    (Facts(has_output_scale=True), "fused output quantization: packed attention"),
+    (Facts(Layer(options=("fancy", "new"))), "these options of an attention layer: fancy, new, which"),
     (
-        Facts(connectors=(Connector("NixlConnector"), Connector("Odd"))),
+        Facts(Attention(has_image_prefix=True)),
+        "images whose tokens attend to each other in both directions: the model, and",
+    ),
+    (Facts(Cache(block_size=24)), "this block size: 24 tokens, and packed pages need a multiple of 16"),
+    (Facts(Layer(has_output_scale=True)), "fused output quantization: packed attention"),
+    (
+        Facts(Engine(connectors=(Connector("NixlConnector"), Connector("Odd")))),
         "this KV connector: Odd, whose keys do",
     ),
     (
-        Facts(connectors=(Connector("NixlConnector", {"enforce_handshake_compat": False}),)),
+        Facts(Engine(connectors=(Connector("NixlConnector", {"enforce_handshake_compat": False}),))),
         "this KV connector: Nixl",
     ),
-    (Facts(speculative_method="extract_hidden_states"), "this speculative method: extract_hidden_states, which"),
+    (Facts(Drafts(method="extract_hidden_states")), "this speculative method: extract_hidden_states, which"),
     (
-        Facts(packs_draft=True, speculative_method="dspark"),
+        Facts(Drafts(is_packed=True, method="dspark")),
         "drafts that write their KV cache themselves: dspark, whose",
     ),
-    (Facts(has_fast_prefill=True), "--kv-sharing-fast-prefill: the host"),
-    (Facts(has_micro_batches=True), "--enable-dbo and --ubatch-size: two batches"),
-    (Facts(dcp=2, platform="cpu"), "--decode-context-parallel-size with vLLM's CPU platform: 2 ranks, and it cannot"),
-    (Facts(dcp=2, dcp_backend="a2a"), "--decode-context-parallel-size with --dcp-comm-backend a2a: 2 ranks, and ag_rs"),
-    (Facts(dcp=2, speculative_method="ngram"), "--decode-context-parallel-size with drafts: 2 ranks, and"),
-    (Facts(dcp=2, connector="NixlConnector"), "--decode-context-parallel-size with a KV connector: 2 ranks; use"),
-    (Facts(dcp=2, has_states=True), "--decode-context-parallel-size with state layers: 2 ranks, and each"),
-    (Facts(dcp=2, has_chunks=True), "--decode-context-parallel-size with chunked attention: 2 ranks, and its layers"),
-    (Facts(dcp=2, sliding_window=128), "--decode-context-parallel-size with a sliding window: 2 ranks; use"),
-    (Facts(dcp=2, sinks=(4,), query_heads=4), "--decode-context-parallel-size with attention sinks: 2 ranks; use"),
-    (Facts(dcp=2, shares_cache=True), "--decode-context-parallel-size with another layer's KV cache: 2 ranks; use"),
+    (Facts(Engine(has_fast_prefill=True)), "--kv-sharing-fast-prefill: the host"),
+    (Facts(Engine(has_micro_batches=True)), "--enable-dbo and --ubatch-size: two batches"),
     (
-        Facts(dcp=3, has_mean_blocks=True),
+        Facts(Parallel(dcp=2), Engine(platform="cpu")),
+        "--decode-context-parallel-size with vLLM's CPU platform: 2 ranks, and it cannot",
+    ),
+    (
+        Facts(Parallel(dcp=2, dcp_backend="a2a")),
+        "--decode-context-parallel-size with --dcp-comm-backend a2a: 2 ranks, and ag_rs",
+    ),
+    (Facts(Parallel(dcp=2), Drafts(method="ngram")), "--decode-context-parallel-size with drafts: 2 ranks, and"),
+    (
+        Facts(Parallel(dcp=2), Engine(connector="NixlConnector")),
+        "--decode-context-parallel-size with a KV connector: 2 ranks; use",
+    ),
+    (
+        Facts(Parallel(dcp=2), Architecture(has_states=True)),
+        "--decode-context-parallel-size with state layers: 2 ranks, and each",
+    ),
+    (
+        Facts(Parallel(dcp=2), Architecture(has_chunks=True)),
+        "--decode-context-parallel-size with chunked attention: 2 ranks, and its layers",
+    ),
+    (
+        Facts(Parallel(dcp=2), Attention(sliding_window=128)),
+        "--decode-context-parallel-size with a sliding window: 2 ranks; use",
+    ),
+    (
+        Facts(Parallel(dcp=2), Attention(sinks=(4,)), Layer(query_heads=4)),
+        "--decode-context-parallel-size with attention sinks: 2 ranks; use",
+    ),
+    (
+        Facts(Parallel(dcp=2), Pages(is_shared=True)),
+        "--decode-context-parallel-size with another layer's KV cache: 2 ranks; use",
+    ),
+    (
+        Facts(Parallel(dcp=3, has_mean_blocks=True)),
         "--decode-context-parallel-size with means of keys by position: 3 ranks in runs of 1, which",
     ),
     (
-        Facts(dcp=8, dcp_run=128, has_mean_blocks=True),
+        Facts(Parallel(dcp=8, dcp_run=128, has_mean_blocks=True)),
         "--decode-context-parallel-size with means of keys by position: 8 ranks in runs of 128, which",
     ),
-    (Facts(skip_layers=("0", "0,1")), "this word of --kv-cache-dtype-skip-layers: '0,1', which is neither"),
-    (Facts(skip_layers=("sliding_window",), slides=False), "this word of --kv-cache-dtype-skip-layers: 'sliding"),
+    (Facts(Cache(skip_layers=("0", "0,1"))), "this word of --kv-cache-dtype-skip-layers: '0,1', which is neither"),
     (
-        Facts(skip_layers=("7",), layer_numbers=frozenset({0, 4})),
+        Facts(Cache(skip_layers=("sliding_window",), slides=False)),
+        "this word of --kv-cache-dtype-skip-layers: 'sliding",
+    ),
+    (
+        Facts(Cache(skip_layers=("7",), layer_numbers=frozenset({0, 4}))),
         "this word of --kv-cache-dtype-skip-layers: '7', and layers with a KV cache have numbers from 0 to 4",
     ),
     (
-        Facts(layer="layers.4 (auto)", cache_of="layers.0", unlike_its_cache="tq4"),
+        Facts(Layer(name="layers.4 (auto)"), Pages(owner="layers.0", owner_dtype="tq4")),
         "skipped layers that share a KV cache: layers.4 (auto) reads the cache of layers.0, which is tq4; name",
     ),
-    (Facts(skipped_dtype="auto"), "skipped layers of chunked attention: a layer with auto pages, which"),
+    (Facts(Pages(skipped_dtype="auto")), "skipped layers of chunked attention: a layer with auto pages, which"),
     (
-        Facts(skip_layers=("0", "2"), page=(4000, 1000)),
+        Facts(Cache(skip_layers=("0", "2")), Pages(size=(4000, 1000))),
         "these skipped layers: --kv-cache-dtype-skip-layers 0 2, ",
     ),
-    (Facts(backend_reasons=("R-SWA not supported",)), "this configuration: R-SWA not supported; use"),
+    (Facts(Vllm(backend_reasons=("R-SWA not supported",))), "this configuration: R-SWA not supported; use"),
 ]
 
 
@@ -201,48 +258,68 @@ def test_every_row_refuses_something() -> None:
 
 
 SERVED = Facts(
-    platform="cuda", capability=(8, 0), architecture="LlamaForCausalLM", is_mla=False, is_sparse=False,
-    has_latent_sinks=False, attention="decoder", has_alibi=False, has_static_sinks=False, has_image_prefix=False,
-    layer="layers.0", sinks=(32,), query_heads=32, head_size=192, value_size=128, built_value_size=128,
-    layer_options=(), backend_reasons=(), block_size=16, connectors=tuple(map(Connector, CONNECTORS)),
-    connector="NixlConnector", speculative_method="ngram", has_fast_prefill=False, has_micro_batches=False,
-    has_output_scale=False, skip_layers=("0", "sliding_window"), layer_numbers=frozenset({0, 1}), slides=True,
-    skipped_dtype="tq4", page=(1500, 1000), shares_cache=True, dcp=1, dcp_backend="ag_rs", dcp_run=1,
-    has_own_queries=True, has_mean_blocks=True, has_several_kinds=True, has_states=True, has_chunks=True,
-    sliding_window=128, pipeline=2, has_other_dtypes=True, has_draft_cache=True, has_one_cache_manager=True,
-    version_without_rows="0.32.0", pcp=2, has_host_cache=True,
-    version_without_latents="0.31.0", has_lora=True, groups_stay=True, is_draft=True, packs_draft=True, is_causal=True,
-    auto_cache="fp8", states_fit=False, latent_rank=512, rope_size=64, latent_size=576, built_latent_size=576,
+    Engine(
+        platform="cuda", capability=(8, 0), connector="NixlConnector", connectors=tuple(map(Connector, CONNECTORS)),
+        has_lora=True, has_fast_prefill=False, has_micro_batches=False,
+    ),
+    Parallel(dcp=1, dcp_backend="ag_rs", dcp_run=1, has_own_queries=True, has_mean_blocks=True, pipeline=2, pcp=2),
+    Cache(
+        block_size=16, auto="fp8", skip_layers=("0", "sliding_window"), layer_numbers=frozenset({0, 1}), slides=True,
+        has_other_dtypes=True, has_one_manager=True, has_host_cache=True,
+    ),
+    Drafts(method="ngram", has_cache=True, is_packed=True, is_draft=True),
+    Vllm(
+        version_without_latents="0.31.0", version_without_rows="0.32.0", groups_stay=True, states_fit=False,
+        backend_reasons=(),
+    ),
+    Architecture(name="LlamaForCausalLM", has_states=True, has_chunks=True, has_several_kinds=True),
+    Attention(
+        kind="decoder", is_causal=True, has_alibi=False, has_image_prefix=False, has_static_sinks=False, sinks=(32,),
+        sliding_window=128,
+    ),
+    Latents(is_mla=False, is_sparse=False, has_sinks=False, rank=512, rope_size=64, size=576, built_size=576),
+    Layer(
+        name="layers.0", options=(), has_output_scale=False, head_size=192, value_size=128, built_value_size=128,
+        query_heads=32,
+    ),
+    Pages(size=(1500, 1000), skipped_dtype="tq4", is_shared=True),
 )  # fmt: skip
 
 
 def test_what_is_unknown_or_served_is_not_refused() -> None:
     assert not refusals_of(Facts()) and not no_window(Facts())
     assert not refusals_of(SERVED)
-    assert {field.name for field in fields(Facts) if getattr(SERVED, field.name) is None} == {
-        "own_backend",
-        "cache_kind",
-        "cache_of",
-        "unlike_its_cache",
-        "latent_layer",
+    unknown = {
+        f"{subject}.{name}"
+        for subject, record in vars(SERVED).items()
+        if isinstance(record, Record)
+        for name, fact in vars(record).items()
+        if fact is None
     }
+    assert unknown == {"layer.own_backend", "pages.kind", "pages.owner", "pages.owner_dtype", "latents.layer_class"}
+
+
+def test_the_last_record_that_knows_a_fact_counts() -> None:
+    facts = Facts(Parallel(dcp=1, pcp=3), Engine(platform="cpu"), Parallel(dcp=2, pipeline=4, pcp=None))
+    assert facts.parallel == Parallel(dcp=2, pipeline=4, pcp=3) and facts.engine == Engine(platform="cpu")
+    assert facts.cache == Cache() and Facts(*facts.records).parallel == facts.parallel
 
 
 NO_WINDOW = [
-    (Facts(is_sparse=True), "sparse attention (its layers read picked tokens"),
-    (Facts(is_mla=True, has_draft_cache=True, speculative_method="eagle"), "latent attention (MLA) with other pages"),
-    (Facts(dcp=2), "decode context parallelism (it distributes"),
-    (Facts(has_one_cache_manager=True), "--disable-hybrid-kv-cache-manager (some KV"),
+    (Facts(Latents(is_sparse=True)), "sparse attention (its layers read picked tokens"),
+    (Facts(Latents(is_mla=True), Drafts(has_cache=True, method="eagle")), "latent attention (MLA) with other pages"),
+    (Facts(Parallel(dcp=2)), "decode context parallelism (it distributes"),
+    (Facts(Cache(has_one_manager=True)), "--disable-hybrid-kv-cache-manager (some KV"),
     (
-        Facts(connectors=(Connector("NixlConnector"), Connector("NixlPushConnector"))),
+        Facts(Engine(connectors=(Connector("NixlConnector"), Connector("NixlPushConnector")))),
         "this KV connector (NixlPushConnector)",
     ),
     (
-        Facts(connector="OffloadingConnector", groups_stay=False),
+        Facts(Engine(connector="OffloadingConnector"), Vllm(groups_stay=False)),
         "a KV connector (OffloadingConnector, and vLLM has patches of an older packed-kv; run",
     ),
     (
-        Facts(pipeline=2, has_draft_cache=True),
+        Facts(Parallel(pipeline=2), Drafts(has_cache=True)),
         "pipeline parallelism (its stages would lay out their pages",
     ),
 ]
@@ -252,16 +329,36 @@ def test_what_has_no_recent_window() -> None:
     for facts, words in NO_WINDOW:
         assert no_window(facts).startswith(words)
     assert len(NO_WINDOW) == len(WINDOW_RULES)
-    assert not no_window(Facts(is_mla=False, connector="OffloadingConnector", pipeline=2, dcp=1, platform="cpu"))
+    assert not no_window(
+        Facts(
+            Latents(is_mla=False), Engine(connector="OffloadingConnector", platform="cpu"), Parallel(pipeline=2, dcp=1)
+        )
+    )
     connectors = (Connector("NixlConnector"), Connector("OffloadingConnector"))
-    assert not no_window(Facts(connector="MultiConnector", connectors=connectors, groups_stay=True, platform="cpu"))
-    assert not no_window(Facts(pipeline=2, has_chunks=True))
-    assert not no_window(Facts(pipeline=2, has_other_dtypes=True, has_several_kinds=False, platform="cuda"))
-    assert no_window(Facts(pipeline=2, has_other_dtypes=True, has_several_kinds=True, platform="cuda"))
-    assert not no_window(Facts(is_mla=True, has_draft_cache=True, speculative_method="mtp"))
-    beside: dict[str, Any] = {"has_other_dtypes": True, "has_states": True, "has_draft_cache": True, "platform": "cuda"}
-    assert not no_window(Facts(connectors=connectors, **beside))
-    assert not no_window(Facts(has_other_dtypes=True, has_states=True, platform="cuda"))
+    assert not no_window(
+        Facts(Engine(connector="MultiConnector", connectors=connectors, platform="cpu"), Vllm(groups_stay=True))
+    )
+    assert not no_window(Facts(Parallel(pipeline=2), Architecture(has_chunks=True)))
+    assert not no_window(
+        Facts(
+            Parallel(pipeline=2),
+            Cache(has_other_dtypes=True),
+            Architecture(has_several_kinds=False),
+            Engine(platform="cuda"),
+        )
+    )
+    assert no_window(
+        Facts(
+            Parallel(pipeline=2),
+            Cache(has_other_dtypes=True),
+            Architecture(has_several_kinds=True),
+            Engine(platform="cuda"),
+        )
+    )
+    assert not no_window(Facts(Latents(is_mla=True), Drafts(has_cache=True, method="mtp")))
+    beside = Cache(has_other_dtypes=True), Architecture(has_states=True), Drafts(has_cache=True)
+    assert not no_window(Facts(Engine(platform="cuda", connectors=connectors), *beside))
+    assert not no_window(Facts(Cache(has_other_dtypes=True), Architecture(has_states=True), Engine(platform="cuda")))
 
 
 def started() -> dict[str, str]:

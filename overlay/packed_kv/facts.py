@@ -1,9 +1,13 @@
-"""Facts about an engine, its model and one of its layers, read by the rules of `refusals.py`. No torch."""
+"""Facts about an engine, its model and one of its layers, read by the rules of `refusals.py`. No torch.
+
+Each record has the facts of one subject; None: not known.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 
 class Connector(NamedTuple):
@@ -14,117 +18,235 @@ class Connector(NamedTuple):
     options: dict[str, Any]
 
 
+class Record:
+    """Facts of one subject."""
+
+
 @dataclass(frozen=True, kw_only=True)
-class Facts:
-    """Facts about an engine, its model and one of its layers; None: not known.
+class Engine(Record):
+    """An engine's device and options.
 
-    Of the engine:
-        capability: compute capability of the GPU.
-        dcp, dcp_backend: `--decode-context-parallel-size`, `--dcp-comm-backend`.
-        dcp_run: tokens in a row of a rank, `--cp-kv-cache-interleave-size`.
-        has_own_queries: each rank computes the queries of all, `--dcp-q-replicate`.
-        has_mean_blocks: whether a calibration file has means of keys by position.
-        pipeline: `--pipeline-parallel-size`.
-        connector, connectors: its KV connector, and the same or those within a MultiConnector.
-        auto_cache: the dtype that `--kv-cache-dtype auto` would be by the checkpoint; "": the model's own.
-        skip_layers: `--kv-cache-dtype-skip-layers`; `layer_numbers`: of layers with a KV cache, and `slides`: whether
-        some of these have a sliding window.
-        has_other_dtypes: layers, or a draft's, have another KV-cache dtype.
-        has_draft_cache: a draft has layers with a cache of their own.
-        is_draft: these are facts of the draft and its layers; `packs_draft`: a draft's layers have a packed dtype, too.
-        has_several_kinds: the model's layers differ in what they attend to, as sliding and full ones.
-        backend_reasons: what vLLM says against the backend.
-        version_without_latents: version of a vLLM whose latent attention has not what packed pages need;
-        version_without_rows: the same of sparse attention over latents, on CUDA.
-        pcp: `--prefill-context-parallel-size`. has_host_cache: `hisparse_config` of `--attention-config`.
-        has_lora: `--enable-lora`.
-        groups_stay: a spec can keep its cache group from KV connectors.
-        states_fit: blocks beside state layers are sized by latents as they are stored.
-
-    Of a layer:
-        layer: what to call it, where its backend, its size of V or the cache that it reads is wrong.
-        attention: vLLM's type: "decoder", "encoder", "encoder_only" or "encoder_decoder".
-        own_backend: name of the backend that the model chose for it.
-        layer_options: arguments that no implementation here knows.
-        built_value_size: V's head size that its implementation was told.
-        sinks: shape of its attention sinks.
-        cache_of: name of the layer whose cache it reads, in a draft; `shares_cache`: it reads another's, in the model.
-        is_causal: False: a batch, or a layer's cache, in which tokens attend to later ones.
-        cache_kind: class of its KV-cache spec, where packed pages do not serve such.
-        unlike_its_cache: the dtype of the pages of `cache_of`, where the layer's own is another.
-        latent_rank, rope_size: channels of a latent vector, and of RoPE beside it.
-        latent_layer: class of a layer of latent attention that is none of vLLM's `MLAAttention`.
-        latent_size, built_latent_size: both together, and those that its backend was made for.
-        page: bytes of a packed page, and bytes of it that are used.
-        skipped_dtype: its KV-cache dtype, where its backend is that of packed layers.
+    capability: compute capability of the GPU.
+    connector, connectors: its KV connector, and the same or those within a MultiConnector.
+    has_lora, has_fast_prefill: `--enable-lora`, `--kv-sharing-fast-prefill`.
+    has_micro_batches: `--enable-dbo` or `--ubatch-size`.
     """
 
-    # The engine
     platform: str | None = None
     capability: tuple[int, int] | None = None
-    block_size: int | None = None
+    connector: str | None = None
+    connectors: tuple[Connector, ...] | None = None
+    has_lora: bool | None = None
+    has_fast_prefill: bool | None = None
+    has_micro_batches: bool | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parallel(Record):
+    """Ranks of an engine.
+
+    dcp, dcp_backend: `--decode-context-parallel-size`, `--dcp-comm-backend`.
+    dcp_run: tokens in a row of a rank, `--cp-kv-cache-interleave-size`.
+    has_own_queries: each rank computes the queries of all, `--dcp-q-replicate`.
+    has_mean_blocks: a calibration file has means of keys by position, in blocks that ranks may cut.
+    pipeline, pcp: `--pipeline-parallel-size`, `--prefill-context-parallel-size`.
+    """
+
     dcp: int | None = None
     dcp_backend: str | None = None
     dcp_run: int | None = None
     has_own_queries: bool | None = None
     has_mean_blocks: bool | None = None
     pipeline: int | None = None
-    connector: str | None = None
-    connectors: tuple[Connector, ...] | None = None
-    speculative_method: str | None = None
-    auto_cache: str | None = None
+    pcp: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cache(Record):
+    """An engine's KV cache.
+
+    auto: the dtype that `--kv-cache-dtype auto` would be by the checkpoint; "": the model's own.
+    skip_layers: `--kv-cache-dtype-skip-layers`.
+    layer_numbers, slides: numbers of the layers with a KV cache; some of these have a sliding window.
+    has_other_dtypes: layers, or a draft's, have another KV-cache dtype.
+    has_one_manager: `--disable-hybrid-kv-cache-manager`.
+    has_host_cache: `hisparse_config` of `--attention-config`.
+    """
+
+    block_size: int | None = None
+    auto: str | None = None
     skip_layers: tuple[str, ...] | None = None
     layer_numbers: frozenset[int] | None = None
     slides: bool | None = None
     has_other_dtypes: bool | None = None
-    has_draft_cache: bool | None = None
+    has_one_manager: bool | None = None
+    has_host_cache: bool | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Drafts(Record):
+    """Speculative decoding.
+
+    method: that of `--speculative-config`.
+    has_cache: a draft has layers with a cache of their own; is_packed: these have a packed dtype, too.
+    is_draft: the other facts are of the draft and its layers.
+    """
+
+    method: str | None = None
+    has_cache: bool | None = None
+    is_packed: bool | None = None
     is_draft: bool | None = None
-    packs_draft: bool | None = None
-    has_one_cache_manager: bool | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Vllm(Record):
+    """Abilities of the vLLM that is installed.
+
+    version_without_latents: its version, if its latent attention has not what packed pages need.
+    version_without_rows: the same of sparse attention over latents, on CUDA.
+    groups_stay: a spec can keep its cache group from KV connectors.
+    states_fit: blocks beside state layers are sized by latents as they are stored.
+    backend_reasons: what it says against the backend.
+    """
+
     version_without_latents: str | None = None
     version_without_rows: str | None = None
-    pcp: int | None = None
-    has_host_cache: bool | None = None
-    has_lora: bool | None = None
     groups_stay: bool | None = None
     states_fit: bool | None = None
-    has_fast_prefill: bool | None = None
-    has_micro_batches: bool | None = None
     backend_reasons: tuple[str, ...] | None = None
 
-    # The model
-    architecture: str | None = None
-    is_mla: bool | None = None
-    is_sparse: bool | None = None
-    has_latent_sinks: bool | None = None
-    has_alibi: bool | None = None
-    has_static_sinks: bool | None = None
-    has_image_prefix: bool | None = None
+
+@dataclass(frozen=True, kw_only=True)
+class Architecture(Record):
+    """A model's architecture.
+
+    name: the first of its config's `architectures`.
+    has_states, has_chunks: it has state layers, or layers of chunked attention.
+    has_several_kinds: its layers differ in what they attend to, as sliding and full ones.
+    """
+
+    name: str | None = None
     has_states: bool | None = None
     has_chunks: bool | None = None
     has_several_kinds: bool | None = None
 
-    # A layer
-    layer: str | None = None
-    attention: str | None = None
-    own_backend: str | None = None
+
+@dataclass(frozen=True, kw_only=True)
+class Attention(Record):
+    """Attention of a model or of a layer.
+
+    kind: vLLM's type: "decoder", "encoder", "encoder_only" or "encoder_decoder".
+    is_causal: False: a batch, or a layer's cache, in which tokens attend to later ones.
+    has_image_prefix: tokens of an image attend to each other in both directions.
+    has_static_sinks: keys and values stand before each request's; sinks: shape of a layer's attention sinks.
+    sliding_window: of a layer, in tokens.
+    """
+
+    kind: str | None = None
     is_causal: bool | None = None
-    cache_kind: str | None = None
-    layer_options: tuple[str, ...] | None = None
+    has_alibi: bool | None = None
+    has_image_prefix: bool | None = None
+    has_static_sinks: bool | None = None
+    sinks: tuple[int, ...] | None = None
+    sliding_window: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Latents(Record):
+    """Latent attention (MLA) of a model or of a layer.
+
+    is_mla, is_sparse: it has latent attention, and layers that read picked tokens.
+    rank, rope_size: channels of a latent vector, and of RoPE beside it.
+    size, built_size: both together, and those that its backend was made for.
+    layer_class: class of a layer that is none of vLLM's `MLAAttention`.
+    """
+
+    is_mla: bool | None = None
+    is_sparse: bool | None = None
+    has_sinks: bool | None = None
+    rank: int | None = None
+    rope_size: int | None = None
+    size: int | None = None
+    built_size: int | None = None
+    layer_class: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layer(Record):
+    """A layer and its heads.
+
+    name: what to call it, where its backend, its size of V or the cache that it reads is wrong.
+    own_backend: name of the backend that the model chose for it.
+    options: arguments that no implementation here knows.
+    has_output_scale: its output is to be quantized.
+    value_size, built_value_size: V's head size, and the one that its implementation was told.
+    """
+
+    name: str | None = None
+    own_backend: str | None = None
+    options: tuple[str, ...] | None = None
+    has_output_scale: bool | None = None
     head_size: int | None = None
     value_size: int | None = None
     built_value_size: int | None = None
     query_heads: int | None = None
-    latent_rank: int | None = None
-    rope_size: int | None = None
-    latent_layer: str | None = None
-    latent_size: int | None = None
-    built_latent_size: int | None = None
-    sinks: tuple[int, ...] | None = None
-    sliding_window: int | None = None
-    cache_of: str | None = None
-    shares_cache: bool | None = None
-    unlike_its_cache: str | None = None
-    page: tuple[int, int] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pages(Record):
+    """Pages that a layer reads.
+
+    kind: class of its KV-cache spec, where packed pages do not serve such.
+    size: bytes of a packed page, and bytes of it that are used.
+    skipped_dtype: its KV-cache dtype, where its backend is that of packed layers.
+    owner: name of the layer whose cache it reads, in a draft; is_shared: it reads another's, in the model.
+    owner_dtype: the dtype of the owner's pages, where its own is another.
+    """
+
+    kind: str | None = None
+    size: tuple[int, int] | None = None
     skipped_dtype: str | None = None
-    has_output_scale: bool | None = None
+    owner: str | None = None
+    is_shared: bool | None = None
+    owner_dtype: str | None = None
+
+
+class Facts:
+    """Facts by subject. Of a subject without a record nothing is known; of several records of a subject, the last one
+    that knows a fact counts."""
+
+    def __init__(self, *records: Record, **of_latents: Any) -> None:
+        self.records = records + tuple(OF_LATENTS[name](fact) for name, fact in of_latents.items())
+        self.engine = _merge(self.records, Engine)
+        self.parallel = _merge(self.records, Parallel)
+        self.cache = _merge(self.records, Cache)
+        self.drafts = _merge(self.records, Drafts)
+        self.vllm = _merge(self.records, Vllm)
+        self.architecture = _merge(self.records, Architecture)
+        self.attention = _merge(self.records, Attention)
+        self.latents = _merge(self.records, Latents)
+        self.layer = _merge(self.records, Layer)
+        self.pages = _merge(self.records, Pages)
+
+
+R = TypeVar("R", bound=Record)
+
+
+def _merge(records: tuple[Record, ...], subject: type[R]) -> R:
+    of_subject = (record for record in records if isinstance(record, subject))
+    return subject(**{name: fact for record in of_subject for name, fact in vars(record).items() if fact is not None})
+
+
+OF_LATENTS: dict[str, Callable[[Any], Record]] = {
+    "auto_cache": lambda fact: Cache(auto=fact),
+    "is_draft": lambda fact: Drafts(is_draft=fact),
+    "skipped_dtype": lambda fact: Pages(skipped_dtype=fact),
+    "is_mla": lambda fact: Latents(is_mla=fact),
+    "latent_rank": lambda fact: Latents(rank=fact),
+    "rope_size": lambda fact: Latents(rope_size=fact),
+    "sliding_window": lambda fact: Attention(sliding_window=fact),
+    "layer_options": lambda fact: Layer(options=fact),
+    "dcp": lambda fact: Parallel(dcp=fact),
+    "has_own_queries": lambda fact: Parallel(has_own_queries=fact),
+}
+"""Facts by the keywords that `attention/latent/` has, until it makes records (TODO: then this goes)."""

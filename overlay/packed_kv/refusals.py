@@ -1,6 +1,6 @@
 """Refusals of packed pages: one ordered table for the engine, `packed-kv plan`, `packed-kv doctor` and the docs.
 
-A rule reads a record of facts and returns what it objects to, or nothing. An unknown fact is None and never refuses.
+A rule reads facts and returns what it objects to, or nothing. An unknown fact is None and never refuses.
 The engine reads facts from vLLM's configuration and its layers, `plan` and `doctor` from config.json. `python -m
 packed_kv.refusals` prints the table of docs/models.md. Imports no torch and no vLLM."""
 
@@ -8,19 +8,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import replace
 from typing import NamedTuple
 
 from .architectures import (
-    ALIBI,
     BOTH_WAYS,
-    DRAFTS_WITHOUT_A_CACHE,
-    ENCODER_DECODERS,
-    ENCODER_TYPES,
-    ENCODERS,
-    ENCODERS_UNLESS_DECODERS,
     IGNORES_KV_CACHE_DTYPE,
-    IMAGE_PREFIXES,
     LATENT_SINKS,
     LAYER_OPTIONS,
     OWN_BACKENDS,
@@ -31,22 +23,12 @@ from .architectures import (
     SPARSE_LATENTS,
     TRIED,
 )
-from .cache_scheme import asked_cache
-from .facts import Connector, Facts
+from .config_facts import facts_of_config
+from .facts import Cache, Connector, Facts, Layer, Vllm
 from .formats import FORMATS, GROUP_SIZE, HEAD_DIM_MULTIPLE, fits_value_dim
 from .json_file import printable
 from .layout import MEAN_BLOCK, MICRO_BLOCK
-from .model_shape import (
-    MAX_PADDING,
-    Config,
-    Model,
-    listed,
-    nested,
-    reads_latents,
-    text_config,
-    whole,
-    word,
-)
+from .model_shape import MAX_PADDING, Config, Model
 
 AUTO_OPTION = "--kv-cache-dtype auto"
 AUTO = f"use {AUTO_OPTION} for this model"
@@ -116,12 +98,12 @@ class Refusal(NamedTuple):
     def _remedy(self) -> str:
         """The rule's; but where it gives up the dtype for a draft's sake, or `auto` is another one, what does not."""
         facts, remedy = self.facts, self.rule.remedy
-        if remedy == DRAFT_AUTO or (facts.is_draft and AUTO_OPTION in remedy):
-            reason = no_window(replace(facts, has_other_dtypes=True))
+        if remedy == DRAFT_AUTO or (facts.drafts.is_draft and AUTO_OPTION in remedy):
+            reason = no_window(Facts(*facts.records, Cache(has_other_dtypes=True)))
             return DRAFT_AUTO + (f", without a recent window: {reason}" if reason else ", which changes nothing else")
-        if facts.auto_cache and AUTO_OPTION in remedy:
+        if facts.cache.auto and AUTO_OPTION in remedy:
             dense = remedy.replace(AUTO_OPTION, "--kv-cache-dtype bfloat16")
-            return f"{dense} (auto would be {facts.auto_cache} by the checkpoint)"
+            return f"{dense} (auto would be {facts.cache.auto} by the checkpoint)"
         return remedy
 
 
@@ -146,7 +128,7 @@ def _applied(rules: tuple[Rule, ...], facts: Facts) -> list[Refusal]:
 
 
 def _connectors(facts: Facts) -> tuple[Connector, ...]:
-    return facts.connectors or ()
+    return facts.engine.connectors or ()
 
 
 def _connector_without_format(facts: Facts) -> str | None:
@@ -161,7 +143,7 @@ def _connector_without_handshake(facts: Facts) -> str | None:
 
 def _value_size(facts: Facts) -> str | None:
     """Heads of V have at most K's channels, in multiples of `HEAD_DIM_MULTIPLE`."""
-    key, value = facts.head_size, facts.value_size
+    key, value = facts.layer.head_size, facts.layer.value_size
     if key is None or value is None or key % HEAD_DIM_MULTIPLE or fits_value_dim(key, value):
         return None
     most = f"V may have at most as many as K, in multiples of {HEAD_DIM_MULTIPLE}"
@@ -170,11 +152,11 @@ def _value_size(facts: Facts) -> str | None:
 
 def _latent_size(facts: Facts) -> str | None:
     """Latents and their RoPE channels come in whole groups, and of one size in a model."""
-    rank, rope = facts.latent_rank, facts.rope_size
+    rank, rope = facts.latents.rank, facts.latents.rope_size
     if rank is not None and rope is not None and (rank <= 0 or rank % GROUP_SIZE or rope <= 0 or rope % GROUP_SIZE):
         return f"{rank} channels and {rope} of RoPE, and packed pages need multiples of {GROUP_SIZE}"
-    if facts.built_latent_size is not None and facts.latent_size != facts.built_latent_size:
-        return f"{facts.latent_size} channels with RoPE's in a layer, and the model's have {facts.built_latent_size}"
+    if facts.latents.built_size is not None and facts.latents.size != facts.latents.built_size:
+        return f"{facts.latents.size} channels with RoPE's in a layer, and the model's have {facts.latents.built_size}"
     return None
 
 
@@ -184,11 +166,11 @@ SLIDING = "sliding_window"
 
 def _names_no_layer(facts: Facts) -> str | None:
     """vLLM compares the words with a layer's number as text, and says nothing of those that fit none."""
-    numbers = facts.layer_numbers
-    for written in facts.skip_layers or ():
+    numbers = facts.cache.layer_numbers
+    for written in facts.cache.skip_layers or ():
         shown = printable(repr(written), 60)
         if written == SLIDING:
-            if facts.slides is False:
+            if facts.cache.slides is False:
                 return f"{shown}, and no layer has one"
         elif not (written.isascii() and written.isdecimal() and str(int(written[:18])) == written):
             return f"{shown}, which is neither a layer's number nor {SLIDING}"
@@ -198,18 +180,19 @@ def _names_no_layer(facts: Facts) -> str | None:
 
 
 def _padded(facts: Facts) -> str | None:
-    if not facts.skip_layers or not facts.page or facts.page[0] <= MAX_PADDING * facts.page[1]:
+    skipped, (size, used) = facts.cache.skip_layers, facts.pages.size or (0, 0)
+    if not skipped or size <= MAX_PADDING * used:
         return None
     return (
-        f"--kv-cache-dtype-skip-layers {' '.join(facts.skip_layers)}, with which a packed page of {facts.page[1]} "
-        f"bytes would take {facts.page[0]}, as layers of several kinds share pages of one size"
+        f"--kv-cache-dtype-skip-layers {' '.join(skipped)}, with which a packed page of {used} bytes would take {size}"
+        ", as layers of several kinds share pages of one size"
     )
 
 
 def _cut_mean_block(facts: Facts) -> str | None:
     """Each rank needs whole tiles of 32 tokens of each block of positions with one mean."""
-    ranks, run = facts.dcp or 1, facts.dcp_run or 1
-    if ranks == 1 or not facts.has_mean_blocks or not (MEAN_BLOCK % (32 * ranks) or MEAN_BLOCK % (run * ranks)):
+    ranks, run, has_means = facts.parallel.dcp or 1, facts.parallel.dcp_run or 1, facts.parallel.has_mean_blocks
+    if ranks == 1 or not has_means or not (MEAN_BLOCK % (32 * ranks) or MEAN_BLOCK % (run * ranks)):
         return None
     return f"{ranks} ranks in runs of {run}, which do not have whole tiles of 32 of each {MEAN_BLOCK} positions"
 
@@ -222,232 +205,220 @@ def _dcp(
     return Rule(
         f"--decode-context-parallel-size with {what}",
         source,
-        lambda facts: (facts.dcp or 1) > 1 and bool(applies(facts)) and f"{facts.dcp} ranks{why and ', and '}{why}",
+        lambda f: (f.parallel.dcp or 1) > 1 and bool(applies(f)) and f"{f.parallel.dcp} ranks{why and ', and '}{why}",
         remedy,
     )
 
 
 def _is_named(facts: Facts, beginnings: tuple[str, ...]) -> bool:
-    return (facts.architecture or "").startswith(beginnings)
+    return (facts.architecture.name or "").startswith(beginnings)
 
 
 def _layer_options(facts: Facts) -> str:
     by_name = (option for beginning, option in LAYER_OPTIONS.items() if _is_named(facts, (beginning,)))
-    return ", ".join(facts.layer_options or by_name)
+    return ", ".join(facts.layer.options or by_name)
 
 
 def _model(facts: Facts) -> str:
-    return facts.architecture or "the model"
+    return facts.architecture.name or "the model"
 
 
 RULES: tuple[Rule, ...] = (
     Rule("this platform", "vLLM's platform",
-         lambda f: f.platform not in (None, "cuda", "cpu") and f"{f.platform}, and packed pages need CUDA or a CPU",
+         lambda f: f.engine.platform not in (None, "cuda", "cpu")
+         and f"{f.engine.platform}, and packed pages need CUDA or a CPU",
          "use --kv-cache-dtype auto here"),
     Rule("this GPU", "its compute capability",
-         lambda f: f.capability is not None and f.capability < LEAST_CAPABILITY
-         and "compute capability {}.{}, and packed pages need 8.0 or later".format(*f.capability),
+         lambda f: f.engine.capability is not None and f.engine.capability < LEAST_CAPABILITY
+         and "compute capability {}.{}, and packed pages need 8.0 or later".format(*f.engine.capability),
          "use another GPU, or --kv-cache-dtype auto"),
     Rule("models that do not pass cache_config to their attention layers", "`architectures`",
-         lambda f: f.architecture in IGNORES_KV_CACHE_DTYPE and f"{f.architecture}, whose pages would stay dense",
+         lambda f: f.architecture.name in IGNORES_KV_CACHE_DTYPE
+         and f"{f.architecture.name}, whose pages would stay dense",
          is_of_model=True),
     Rule("latent attention (MLA) with attention sinks", "`learnable_sink`, `architectures`",
-         lambda f: (f.has_latent_sinks or _is_named(f, LATENT_SINKS))
+         lambda f: (f.latents.has_sinks or _is_named(f, LATENT_SINKS))
          and f"{_model(f)}, whose sinks vLLM would leave out",
          is_of_model=True),
     Rule("sparse attention", "`index_topk`, `architectures`; vLLM's `use_sparse`",
-         lambda f: (f.is_sparse or _is_named(f, SPARSE)) and not _is_named(f, SPARSE_LATENTS)
+         lambda f: (f.latents.is_sparse or _is_named(f, SPARSE)) and not _is_named(f, SPARSE_LATENTS)
          and f"{_model(f)}, whose layers read only some tokens of the cache",
          is_of_model=True),
     Rule("sparse attention over latents of this size", "`kv_lora_rank`, `qk_rope_head_dim`",
-         lambda f: f.is_sparse and (f.latent_rank or SPARSE_SIZES[0], f.rope_size or SPARSE_SIZES[1]) != SPARSE_SIZES
-         and f"{f.latent_rank} channels and {f.rope_size} of RoPE, and kernels need {SPARSE_SIZES[0]} and "
+         lambda f: f.latents.is_sparse
+         and (f.latents.rank or SPARSE_SIZES[0], f.latents.rope_size or SPARSE_SIZES[1]) != SPARSE_SIZES
+         and f"{f.latents.rank} channels and {f.latents.rope_size} of RoPE, and kernels need {SPARSE_SIZES[0]} and "
          f"{SPARSE_SIZES[1]}",
          is_of_model=True),
     Rule("sparse attention with this vLLM", "its version and patches",
-         lambda f: f.is_sparse and f.version_without_rows
-         and f"{f.version_without_rows}, whose layers write their cache themselves; 0.33.0 with this package's patches "
-         "can", "upgrade vLLM, run packed-kv-patch revert and apply, or use --kv-cache-dtype auto"),
+         lambda f: f.latents.is_sparse and f.vllm.version_without_rows
+         and f"{f.vllm.version_without_rows}, whose layers write their cache themselves; 0.33.0 with this package's "
+         "patches can", "upgrade vLLM, run packed-kv-patch revert and apply, or use --kv-cache-dtype auto"),
     Rule("sparse attention on this GPU", "its compute capability",
-         lambda f: f.is_sparse and f.platform == "cuda" and f.capability is not None
-         and f.capability[0] not in SPARSE_CAPABILITIES
-         and "compute capability {}.{}, and vLLM's FlashMLA needs 9.0 or 10.x".format(*f.capability)),
+         lambda f: f.latents.is_sparse and f.engine.platform == "cuda" and f.engine.capability is not None
+         and f.engine.capability[0] not in SPARSE_CAPABILITIES
+         and "compute capability {}.{}, and vLLM's FlashMLA needs 9.0 or 10.x".format(*f.engine.capability)),
     Rule("sparse attention with --prefill-context-parallel-size", "the option",
-         lambda f: f.is_sparse and (f.pcp or 1) > 1 and f"{f.pcp} ranks, whose tokens are gathered as plain rows",
+         lambda f: f.latents.is_sparse and (f.parallel.pcp or 1) > 1
+         and f"{f.parallel.pcp} ranks, whose tokens are gathered as plain rows",
          "use --prefill-context-parallel-size 1"),
     Rule("sparse attention with a cache on the host", "`hisparse_config` of `--attention-config`",
-         lambda f: f.is_sparse and f.has_host_cache and "hisparse_config, whose rows are those of plain dtypes",
+         lambda f: f.latents.is_sparse and f.cache.has_host_cache
+         and "hisparse_config, whose rows are those of plain dtypes",
          "leave out hisparse_config"),
     Rule("sparse attention with a KV connector", "`--kv-transfer-config`",
-         lambda f: f.is_sparse and f.connector and f"{f.connector}, which was not tried with latent rows beside index "
-         "keys", "leave out --kv-transfer-config"),
+         lambda f: f.latents.is_sparse and f.engine.connector
+         and f"{f.engine.connector}, which was not tried with latent rows beside index keys",
+         "leave out --kv-transfer-config"),
     Rule("latent attention (MLA) in layers of their own kind", "`architectures`; a layer's class",
-         lambda f: (f.latent_layer and f"{f.layer} is a {f.latent_layer}, which writes its cache itself")
-         or (_is_named(f, OWN_LATENTS) and f"{f.architecture}, whose layers write their cache themselves"),
+         lambda f: (f.latents.layer_class
+                    and f"{f.layer.name} is a {f.latents.layer_class}, which writes its cache itself")
+         or (_is_named(f, OWN_LATENTS) and f"{f.architecture.name}, whose layers write their cache themselves"),
          is_of_model=True),
     Rule("latent attention (MLA) with state layers", "vLLM's patches",
-         lambda f: f.is_mla and f.has_states and f.states_fit is False and f"{_model(f)}, and vLLM has patches of an "
-         "older packed-kv, with which it sizes latents as plain ones",
+         lambda f: f.latents.is_mla and f.architecture.has_states and f.vllm.states_fit is False
+         and f"{_model(f)}, and vLLM has patches of an older packed-kv, with which it sizes latents as plain ones",
          "run packed-kv-patch revert, then apply"),
     Rule("latent attention (MLA) of this size", "`kv_lora_rank`, `qk_rope_head_dim`", _latent_size, is_of_model=True),
     Rule("latent attention (MLA) with this vLLM", "its version",
-         lambda f: f.is_mla and f.version_without_latents and f"{f.version_without_latents}; 0.32.0 and later can",
+         lambda f: f.latents.is_mla and f.vllm.version_without_latents
+         and f"{f.vllm.version_without_latents}; 0.32.0 and later can",
          "upgrade vLLM, or use --kv-cache-dtype auto"),
     Rule("latent attention (MLA) with a sliding window", "a layer",
-         lambda f: f.is_mla and f.sliding_window is not None and f"{f.sliding_window} tokens"),
+         lambda f: f.latents.is_mla and f.attention.sliding_window is not None
+         and f"{f.attention.sliding_window} tokens"),
     Rule("latent attention (MLA) with skipped layers", "`--kv-cache-dtype-skip-layers`",
-         lambda f: f.is_mla and f.skip_layers and f"{' '.join(f.skip_layers)}, whose pages vLLM cannot pad to one size",
+         lambda f: f.latents.is_mla and f.cache.skip_layers
+         and f"{' '.join(f.cache.skip_layers)}, whose pages vLLM cannot pad to one size",
          "leave out --kv-cache-dtype-skip-layers"),
     Rule("latent attention (MLA) with LoRA", "`--enable-lora`",
-         lambda f: f.is_mla and f.has_lora and "adapters of kv_b_proj would not reach the folded weights",
+         lambda f: f.latents.is_mla and f.engine.has_lora
+         and "adapters of kv_b_proj would not reach the folded weights",
          "leave out --enable-lora, or use --kv-cache-dtype auto"),
     Rule("encoders", "`is_encoder_decoder`, `model_type`, `architectures`, `is_causal`; a layer's `attn_type`",
-         lambda f: f.attention not in (None, "decoder") and f"{f.attention} attention, and packed pages hold decoders'",
+         lambda f: f.attention.kind not in (None, "decoder")
+         and f"{f.attention.kind} attention, and packed pages hold decoders'",
          is_of_model=True),
     Rule("prompts that are read in both directions", "`architectures`; a layer's KV-cache spec; a batch",
-         lambda f: (f.is_causal is False or _is_named(f, BOTH_WAYS))
+         lambda f: (f.attention.is_causal is False or _is_named(f, BOTH_WAYS))
          and f"{_model(f)}, and packed attention is causal", is_of_model=True),
     Rule("ALiBi", "`model_type`, `alibi`; a layer's `alibi_slopes`",
-         lambda f: f.has_alibi and f"{_model(f)}, whose scores depend on the distance by a slope",
+         lambda f: f.attention.has_alibi and f"{_model(f)}, whose scores depend on the distance by a slope",
          is_of_model=True),
     Rule("models that choose their own attention backend", "`architectures`; a layer's backend",
-         lambda f: (f.own_backend and f"{f.layer} has {f.own_backend}, which cannot read packed pages")
-         or (_is_named(f, OWN_BACKENDS) and f"{f.architecture}, whose backend reads other pages"),
+         lambda f: (f.layer.own_backend and f"{f.layer.name} has {f.layer.own_backend}, which cannot read packed pages")
+         or (_is_named(f, OWN_BACKENDS) and f"{f.architecture.name}, whose backend reads other pages"),
          is_of_model=True),
     Rule("static attention sinks", "`param_sink_number`; a layer's KV-cache spec",
-         lambda f: f.has_static_sinks and f"{_model(f)}, which prepends learned key/value parameters to every request",
+         lambda f: f.attention.has_static_sinks
+         and f"{_model(f)}, which prepends learned key/value parameters to every request",
          is_of_model=True),
     Rule("this kind of KV cache", "`rswa_window`; a layer's KV-cache spec",
-         lambda f: f.cache_kind and f"a {f.cache_kind}, whose tokens packed attention would read as plain ones",
+         lambda f: f.pages.kind and f"a {f.pages.kind}, whose tokens packed attention would read as plain ones",
          is_of_model=True),
     Rule("draft layers that read the model's KV cache", "`model_type`; `kv_sharing_target_layer_name`",
-         lambda f: f.cache_of and not f.unlike_its_cache and f"{f.layer} reads that of {f.cache_of}",
+         lambda f: f.pages.owner and not f.pages.owner_dtype and f"{f.layer.name} reads that of {f.pages.owner}",
          "use another speculative method, or none", is_of_model=True),
     Rule("this head size", "`head_dim`, `hidden_size`",
-         lambda f: f.head_size is not None and (f.head_size <= 0 or f.head_size % HEAD_DIM_MULTIPLE)
-         and f"{f.head_size} channels, and packed pages need a multiple of {HEAD_DIM_MULTIPLE}",
+         lambda f: f.layer.head_size is not None and (f.layer.head_size <= 0 or f.layer.head_size % HEAD_DIM_MULTIPLE)
+         and f"{f.layer.head_size} channels, and packed pages need a multiple of {HEAD_DIM_MULTIPLE}",
          is_of_model=True),
     Rule("this head size of V", "`v_head_dim`; a layer's `head_size_v`", _value_size, is_of_model=True),
     Rule("this head size of V", "a layer and its implementation",
-         lambda f: None not in (f.value_size, f.built_value_size) and f.value_size != f.built_value_size
-         and f"{f.layer} has V of {f.value_size} channels, and its attention was built for {f.built_value_size}"),
+         lambda f: None not in (f.layer.value_size, f.layer.built_value_size)
+         and f.layer.value_size != f.layer.built_value_size
+         and f"{f.layer.name} has V of {f.layer.value_size} channels, and its attention was built for "
+         f"{f.layer.built_value_size}"),
     Rule("attention sinks of this shape", "a layer's `sinks`",
-         lambda f: f.sinks is not None and f.sinks != (f.query_heads,)
-         and f"{list(f.sinks)}, and packed pages need one number for each of {f.query_heads} query heads"),
+         lambda f: f.attention.sinks is not None and f.attention.sinks != (f.layer.query_heads,)
+         and f"{list(f.attention.sinks)}, and packed pages need one number for each of {f.layer.query_heads} query "
+         "heads"),
     Rule("these options of an attention layer", "`architectures`, `dual_chunk_attention_config`; a layer's arguments",
          lambda f: (options := _layer_options(f)) and f"{options}, which the packed backends do not know",
          is_of_model=True),
     Rule("images whose tokens attend to each other in both directions", "`model_type`; vLLM's `use_mm_prefix`",
-         lambda f: f.has_image_prefix and f"{_model(f)}, and packed attention is causal",
+         lambda f: f.attention.has_image_prefix and f"{_model(f)}, and packed attention is causal",
          "use --language-model-only, or --kv-cache-dtype auto", is_of_model=True, option="--language-model-only"),
     Rule("this block size", "`--block-size`",
-         lambda f: f.block_size is not None and f.block_size % MICRO_BLOCK
-         and f"{f.block_size} tokens, and packed pages need a multiple of {MICRO_BLOCK}",
+         lambda f: f.cache.block_size is not None and f.cache.block_size % MICRO_BLOCK
+         and f"{f.cache.block_size} tokens, and packed pages need a multiple of {MICRO_BLOCK}",
          f"use --block-size {MICRO_BLOCK}, or --kv-cache-dtype auto"),
     Rule("fused output quantization", "`output_scale`",
-         lambda f: f.has_output_scale and "packed attention returns its output unquantized",
+         lambda f: f.layer.has_output_scale and "packed attention returns its output unquantized",
          "leave out vLLM's fusion of attention and quantization, or use --kv-cache-dtype auto"),
     Rule("this speculative method", "`--speculative-config`",
-         lambda f: f.speculative_method == "extract_hidden_states"
+         lambda f: f.drafts.method == "extract_hidden_states"
          and "extract_hidden_states, which stores hidden states as KV", "use another method, or none"),
     Rule("drafts that write their KV cache themselves", "`--speculative-config`; a draft's `architectures`",
-         lambda f: ((f.packs_draft and f.speculative_method in OWN_DRAFT_METHODS) or _is_named(f, OWN_DRAFTS))
-         and f"{f.speculative_method or f.architecture}, whose tokens may attend to later ones, too",
+         lambda f: ((f.drafts.is_packed and f.drafts.method in OWN_DRAFT_METHODS) or _is_named(f, OWN_DRAFTS))
+         and f"{f.drafts.method or f.architecture.name}, whose tokens may attend to later ones, too",
          DRAFT_AUTO, is_of_model=True),
     Rule("this KV connector", "`--kv-transfer-config`", _connector_without_format,
          f"use one of {', '.join(CONNECTORS)}, or none"),
     Rule("this KV connector", "`--kv-transfer-config`", _connector_without_handshake,
          "leave out enforce_handshake_compat, as pages of a peer may differ"),
     Rule("--kv-sharing-fast-prefill", "the option",
-         lambda f: f.has_fast_prefill and "the host learns of its batches too late to schedule them",
+         lambda f: f.engine.has_fast_prefill and "the host learns of its batches too late to schedule them",
          "leave the option out"),
     Rule("--enable-dbo and --ubatch-size", "the options",
-         lambda f: f.has_micro_batches and "two batches would share one schedule", "leave the options out"),
-    _dcp("--dcp-q-replicate", lambda f: f.is_mla and f.has_own_queries, "the option; `VLLM_DCP_Q_REPLICATE`",
-         "its weights are copied before latents' are folded into them",
+         lambda f: f.engine.has_micro_batches and "two batches would share one schedule", "leave the options out"),
+    _dcp("--dcp-q-replicate", lambda f: f.latents.is_mla and f.parallel.has_own_queries,
+         "the option; `VLLM_DCP_Q_REPLICATE`", "its weights are copied before latents' are folded into them",
          "leave out --dcp-q-replicate and VLLM_DCP_Q_REPLICATE"),
-    _dcp("vLLM's CPU platform", lambda f: f.platform == "cpu", "vLLM's platform", "it cannot place tokens by rank"),
-    _dcp("--dcp-comm-backend a2a", lambda f: f.dcp_backend == "a2a", "the option", "ag_rs is supported"),
-    _dcp("drafts", lambda f: f.speculative_method, "`--speculative-config`",
+    _dcp("vLLM's CPU platform", lambda f: f.engine.platform == "cpu", "vLLM's platform",
+         "it cannot place tokens by rank"),
+    _dcp("--dcp-comm-backend a2a", lambda f: f.parallel.dcp_backend == "a2a", "the option", "ag_rs is supported"),
+    _dcp("drafts", lambda f: f.drafts.method, "`--speculative-config`",
          "drafts need a causal mask over the tokens of several ranks"),
-    _dcp("a KV connector", lambda f: f.connector, "`--kv-transfer-config`"),
-    _dcp("sparse attention", lambda f: f.is_sparse, "the model", "picks are of all ranks' tokens"),
-    _dcp("state layers", lambda f: f.has_states, "the model", "each rank has a state whole"),
-    _dcp("chunked attention", lambda f: f.has_chunks, "the model", "its layers see a request as one of each chunk"),
-    _dcp("a sliding window", lambda f: f.sliding_window, "a layer"),
-    _dcp("attention sinks", lambda f: f.sinks, "a layer"),
-    _dcp("another layer's KV cache", lambda f: f.shares_cache, "a layer"),
+    _dcp("a KV connector", lambda f: f.engine.connector, "`--kv-transfer-config`"),
+    _dcp("sparse attention", lambda f: f.latents.is_sparse, "the model", "picks are of all ranks' tokens"),
+    _dcp("state layers", lambda f: f.architecture.has_states, "the model", "each rank has a state whole"),
+    _dcp("chunked attention", lambda f: f.architecture.has_chunks, "the model",
+         "its layers see a request as one of each chunk"),
+    _dcp("a sliding window", lambda f: f.attention.sliding_window, "a layer"),
+    _dcp("attention sinks", lambda f: f.attention.sinks, "a layer"),
+    _dcp("another layer's KV cache", lambda f: f.pages.is_shared, "a layer"),
     Rule("--decode-context-parallel-size with means of keys by position", "a calibration file", _cut_mean_block,
          "use 2, 4, 8 or 16 ranks with --cp-kv-cache-interleave-size 1, or a calibration file without ropes"),
     Rule("this word of --kv-cache-dtype-skip-layers", "the option; the model's layers", _names_no_layer,
          f"write layer numbers separated by spaces, such as 0 35, or {SLIDING}"),
     Rule("skipped layers that share a KV cache", "`--kv-cache-dtype-skip-layers`; `kv_sharing_target_layer_name`",
-         lambda f: f.unlike_its_cache and f"{f.layer} reads the cache of {f.cache_of}, which is {f.unlike_its_cache}",
+         lambda f: f.pages.owner_dtype
+         and f"{f.layer.name} reads the cache of {f.pages.owner}, which is {f.pages.owner_dtype}",
          "name both or none of them in --kv-cache-dtype-skip-layers"),
     Rule("skipped layers of chunked attention", "`--kv-cache-dtype-skip-layers`",
-         lambda f: f.skipped_dtype is not None and f.skipped_dtype not in FORMATS
-         and f"a layer with {f.skipped_dtype} pages, which cannot share a block with packed ones",
+         lambda f: f.pages.skipped_dtype is not None and f.pages.skipped_dtype not in FORMATS
+         and f"a layer with {f.pages.skipped_dtype} pages, which cannot share a block with packed ones",
          "name other layers in --kv-cache-dtype-skip-layers"),
     Rule("these skipped layers", "`--kv-cache-dtype-skip-layers`", _padded, "leave out --kv-cache-dtype-skip-layers"),
     Rule("this configuration", "what vLLM says of the backend",
-         lambda f: f.backend_reasons and ", ".join(f.backend_reasons)),
+         lambda f: f.vllm.backend_reasons and ", ".join(f.vllm.backend_reasons)),
 )  # fmt: skip
 
 WINDOW_RULES: tuple[Rule, ...] = (
     Rule("sparse attention", "the model",
-         lambda f: f.is_sparse and "its layers read picked tokens, which may be recent ones or not"),
+         lambda f: f.latents.is_sparse and "its layers read picked tokens, which may be recent ones or not"),
     Rule("latent attention (MLA) with other pages", "the draft's dtype and its layers",
-         lambda f: f.is_mla and (f.has_other_dtypes or (f.has_draft_cache and f.speculative_method != "mtp"))
+         lambda f: f.latents.is_mla and (f.cache.has_other_dtypes or (f.drafts.has_cache and f.drafts.method != "mtp"))
          and "vLLM cannot pad pages of latents to one size"),
     Rule("decode context parallelism", "`--decode-context-parallel-size`",
-         lambda f: (f.dcp or 1) > 1 and "it distributes a request's tokens over ranks"),
+         lambda f: (f.parallel.dcp or 1) > 1 and "it distributes a request's tokens over ranks"),
     Rule("--disable-hybrid-kv-cache-manager", "the option",
-         lambda f: f.has_one_cache_manager and "some KV connectors imply it"),
+         lambda f: f.cache.has_one_manager and "some KV connectors imply it"),
     Rule("this KV connector", "`--kv-transfer-config`",
          lambda f: ", ".join(c.name for c in _connectors(f) if c.name not in WINDOW_CONNECTORS)),
     Rule("a KV connector", "vLLM's patches",
-         lambda f: f.connector is not None and f.groups_stay is False
-         and f"{f.connector}, and vLLM has patches of an older packed-kv; run packed-kv-patch revert, then apply"),
+         lambda f: f.engine.connector is not None and f.vllm.groups_stay is False
+         and f"{f.engine.connector}, and vLLM has patches of an older packed-kv; run packed-kv-patch revert, then "
+         "apply"),
     Rule("pipeline parallelism", "`--pipeline-parallel-size`",
-         lambda f: (f.pipeline or 1) > 1
-         and bool(f.has_draft_cache or (f.has_other_dtypes and (f.has_states or f.has_several_kinds)))
+         lambda f: (f.parallel.pipeline or 1) > 1
+         and bool(f.drafts.has_cache
+                  or (f.cache.has_other_dtypes and (f.architecture.has_states or f.architecture.has_several_kinds)))
          and "its stages would lay out their pages differently with "
-         + ("layers of another KV-cache dtype" if f.has_other_dtypes else "a draft's layers")),
+         + ("layers of another KV-cache dtype" if f.cache.has_other_dtypes else "a draft's layers")),
 )  # fmt: skip
 """Rules by which an engine has no recent window; it serves without, and its log says so."""
-
-
-def facts_of_config(config: Config) -> Facts:
-    """Facts from a config.json about a model's architecture. Raises BadInput."""
-    text, kind = text_config(config), word(config, "model_type")
-    names = listed(config, "architectures", of=str) or listed(text, "architectures", of=str)
-    kinds = {kind, word(text, "model_type")}
-    name = names[0] if names else ""
-    is_encoder = bool(kinds & {*ENCODER_TYPES}) or name.startswith(ENCODERS) or text.get("is_causal") is False
-    is_encoder |= text.get("use_bidirectional_attention") is True
-    is_encoder |= text.get("is_decoder") is False and name.startswith(ENCODERS_UNLESS_DECODERS)
-    attention = "encoder_only" if is_encoder else "decoder"
-    if config.get("is_encoder_decoder") or text.get("is_encoder_decoder") or name.startswith(ENCODER_DECODERS):
-        attention = "encoder_decoder"
-    drafts = sorted(kinds & {*DRAFTS_WITHOUT_A_CACHE})
-    return Facts(
-        auto_cache=asked_cache(nested(text, "quantization_config")),
-        architecture=printable(name, 60) or None,
-        is_mla=reads_latents(text),
-        is_sparse=reads_latents(text) and text.get("index_topk") is not None,
-        has_latent_sinks=reads_latents(text) and bool(text.get("learnable_sink")),
-        latent_rank=whole(text, "kv_lora_rank") if reads_latents(text) else None,
-        rope_size=whole(text, "qk_rope_head_dim") if reads_latents(text) else None,
-        attention=attention,
-        cache_kind="RSWASpec" if whole(config, "rswa_window") or whole(text, "rswa_window") else None,
-        layer_options=("dual_chunk_attention_config",) if text.get("dual_chunk_attention_config") else None,
-        has_alibi=bool(kinds & {*ALIBI} or text.get("alibi") or nested(text, "attn_config").get("alibi")),
-        has_static_sinks=bool(text.get("param_sink_number")),
-        has_image_prefix=bool(kind in IMAGE_PREFIXES and config.get("vision_config"))
-        or text.get("use_bidirectional_attention") == "vision",
-        layer=drafts[0] if drafts else None,
-        cache_of="the model" if drafts else None,
-    )
 
 
 def refusals_of_model(config: Config, model: Model | None = None, vllm: str = "") -> list[Refusal]:
@@ -455,20 +426,21 @@ def refusals_of_model(config: Config, model: Model | None = None, vllm: str = ""
     known. Each rule refuses once. Raises BadInput."""
     facts = facts_of_config(config)
     if re.match(OLDER_LATENTS, vllm):
-        facts = replace(facts, version_without_latents=vllm)
+        facts = Facts(*facts.records, Vllm(version_without_latents=vllm))
     if re.match(OLDER_ROWS, vllm) and not vllm.endswith(CPU_VERSION):
-        facts = replace(facts, version_without_rows=vllm)
+        facts = Facts(*facts.records, Vllm(version_without_rows=vllm))
     found = refusals_of(facts)
     for layer in model.attention if model else ():
         value_size = layer.value_size or layer.head_size
-        found += refusals_of(Facts(auto_cache=facts.auto_cache, head_size=layer.head_size, value_size=value_size))
+        heads = Layer(head_size=layer.head_size, value_size=value_size)
+        found += refusals_of(Facts(Cache(auto=facts.cache.auto), heads))
     return list({refusal.rule: refusal for refusal in found}.values())
 
 
 def untried(config: Config) -> str:
     """A line about a model that no rule refuses and that is untested; "": it is tested, or its config does not name it.
     Raises BadInput."""
-    name = facts_of_config(config).architecture
+    name = facts_of_config(config).architecture.name
     if name is None or name in TRIED:
         return ""
     return f"{name} has not been tested; no rule refuses it, so compare its answers with those of auto"

@@ -228,7 +228,7 @@ def test_the_model_finds_what_vllm_finds(tmp_path: Path) -> None:
     budget, dtype = 3_000_000, "isoquant4"
     llm = bench_engine.start(
         str(DEMO_MODEL), dtype, max_model_len=512, max_requests=16, kv_cache_memory=budget + (4 << 20),
-        prefix_caching=True, block_size=32,
+        enable_prefix_caching=True, block_size=32,
     )  # fmt: skip
     try:
         device = bench_engine.Engine(llm)

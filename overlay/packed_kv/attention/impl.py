@@ -6,7 +6,6 @@ prefill kernel (`prefill.py`; `cpu_prefill.py`); what these do not serve, in PyT
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,7 +15,7 @@ from vllm.v1.attention.backend import AttentionImpl, AttentionLayer, AttentionTy
 
 from ..calibration_file import LayerCalibration
 from ..codecs.pages import PagedCodec
-from ..facts import Facts
+from ..facts import Attention, Cache, Drafts, Facts, Layer, Pages, Parallel
 from ..formats import FORMATS
 from ..reference.attention import AttentionOptions
 from ..refusals import refuse
@@ -70,21 +69,25 @@ class PackedAttentionImpl(AttentionImpl[PackedMetadata]):
     ) -> None:
         vllm_config = get_current_vllm_config_or_none()
         facts = Facts(
-            auto_cache=auto_cache(vllm_config) if vllm_config else None,
-            is_draft=is_draft(vllm_config) if vllm_config else None,
-            skipped_dtype=kv_cache_dtype,  # vLLM gives a skipped layer the backend that it would have unskipped
-            attention=AttentionType(attn_type).value,
-            has_alibi=alibi_slopes is not None,
-            head_size=head_size,
-            value_size=head_size_v,
-            sinks=None if sinks is None else tuple(sinks.shape),
-            query_heads=num_heads,
-            layer_options=tuple(name for name, value in unknown.items() if value is not None),
-            sliding_window=sliding_window,
-            shares_cache=kv_sharing_target_layer_name is not None,
+            Cache(auto=auto_cache(vllm_config) if vllm_config else None),
+            Drafts(is_draft=is_draft(vllm_config) if vllm_config else None),
+            Attention(
+                kind=AttentionType(attn_type).value,
+                has_alibi=alibi_slopes is not None,
+                sinks=None if sinks is None else tuple(sinks.shape),
+                sliding_window=sliding_window,
+            ),
+            Layer(
+                head_size=head_size,
+                value_size=head_size_v,
+                query_heads=num_heads,
+                options=tuple(name for name, value in unknown.items() if value is not None),
+            ),
+            # vLLM gives a skipped layer the backend that it would have unskipped
+            Pages(skipped_dtype=kv_cache_dtype, is_shared=kv_sharing_target_layer_name is not None),
         )
         refuse(facts, kv_cache_dtype if kv_cache_dtype in FORMATS else "")
-        self.is_draft = facts.is_draft
+        self.is_draft = facts.drafts.is_draft
         self.num_heads, self.head_size, self.scale = num_heads, head_size, float(scale)
         self.head_size_v = head_size if head_size_v is None else head_size_v
         self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
@@ -97,7 +100,7 @@ class PackedAttentionImpl(AttentionImpl[PackedMetadata]):
         self.longest_decode = longest_decode(config)
         self.config = config
         self.shard = shard_of(config)
-        refuse(replace(facts, dcp=self.shard.ranks), kv_cache_dtype)
+        refuse(Facts(*facts.records, Parallel(dcp=self.shard.ranks)), kv_cache_dtype)
         self.group = self.num_heads * self.shard.ranks // self.num_kv_heads
         """Query heads a KV head that the decode kernel serves."""
         self.window_tokens = window_tokens_of_model(config)
@@ -115,7 +118,8 @@ class PackedAttentionImpl(AttentionImpl[PackedMetadata]):
             cpu.compile_ahead(FORMATS[kv_cache_dtype], head_size, attends=attends)
         self.calibration = find_calibration(config, FORMATS[kv_cache_dtype])
         has_mean_blocks = self.calibration is not None and bool(self.calibration.file.ropes)
-        refuse(Facts(dcp=self.shard.ranks, dcp_run=self.shard.run, has_mean_blocks=has_mean_blocks), kv_cache_dtype)
+        ranks = Parallel(dcp=self.shard.ranks, dcp_run=self.shard.run, has_mean_blocks=has_mean_blocks)
+        refuse(Facts(ranks), kv_cache_dtype)
         self.attention: PairAttention | ContextParallelAttention | None = None
         """Attention of the layer's steps; None before `build`."""
 
@@ -217,11 +221,9 @@ class PackedAttentionImpl(AttentionImpl[PackedMetadata]):
         has_scale = output_scale is not None or output_block_scale is not None
         if has_scale or target != shared or (reads_only and self.shard != UNSHARDED):
             facts = Facts(
-                has_output_scale=has_scale,
-                layer=layer.layer_name,
-                cache_of=None if shared else target,
-                dcp=self.shard.ranks,
-                shares_cache=reads_only,
+                Layer(name=layer.layer_name, has_output_scale=has_scale),
+                Pages(owner=None if shared else target, is_shared=reads_only),
+                Parallel(dcp=self.shard.ranks),
             )
             refuse(facts, self.kv_cache_dtype)
         attention = self.attention

@@ -19,7 +19,7 @@ from vllm.v1.attention.backend import (
 )
 from vllm.v1.kv_cache_interface import AttentionSpec
 
-from ..facts import Facts
+from ..facts import Attention, Facts
 from ..formats import FORMATS
 from ..kernels.ahead import wait_for_all
 from ..kernels.cuda import refusal
@@ -221,7 +221,7 @@ def check_batch(vllm_config: VllmConfig, common: CommonAttentionMetadata) -> Non
     """Raise Refused for a batch in which tokens attend to later ones, whatever let its layers pass until here."""
     if common.causal is not True or getattr(common, "mm_req_doc_ranges", None):
         dtype = vllm_config.cache_config.cache_dtype
-        refuse(Facts(is_causal=False), dtype if dtype in FORMATS else "")
+        refuse(Facts(Attention(is_causal=False)), dtype if dtype in FORMATS else "")
 
 
 def longest_decode(vllm_config: VllmConfig) -> int:

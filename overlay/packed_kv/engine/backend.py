@@ -13,7 +13,7 @@ from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from ..attention.impl import PackedAttentionImpl
 from ..attention.metadata import PackedMetadataBuilder
-from ..facts import Facts
+from ..facts import Attention, Facts, Layer, Pages
 from ..formats import FORMATS, HEAD_DIM_MULTIPLE
 from ..refusals import refuse
 from .capacity import check_padding, log_capacity, log_match_unit
@@ -52,7 +52,7 @@ class PackedAttentionBackend(PackedPages, AttentionBackend):
     @classmethod
     def get_impl_cls(cls) -> type[PackedAttentionImpl]:
         """Raises Refused, while the layer is made, for a class derived from ours that may change a batch's metadata."""
-        refuse(Facts(layer="a layer", own_backend=unknown_wrapper(cls)), cls.fmt.name)
+        refuse(Facts(Layer(name="a layer", own_backend=unknown_wrapper(cls))), cls.fmt.name)
         return PackedAttentionImpl
 
     @staticmethod
@@ -86,11 +86,9 @@ class PackedAttentionBackend(PackedPages, AttentionBackend):
             return spec
         kind = type(spec).__name__
         facts = Facts(
-            has_static_sinks=kind == SINK_SPEC,
-            is_causal=not getattr(spec, "non_causal", False),
-            cache_kind=None if kind in (SINK_SPEC, *SPECS) else kind,
-            head_size=spec.head_size,
-            value_size=spec.head_size_v,
+            Attention(has_static_sinks=kind == SINK_SPEC, is_causal=not getattr(spec, "non_causal", False)),
+            Pages(kind=None if kind in (SINK_SPEC, *SPECS) else kind),
+            Layer(head_size=spec.head_size, value_size=spec.head_size_v),
         )
         refuse(facts, cls.fmt.name)
         return replace(spec, state_content_bytes=cls.fmt.slot_bytes(spec.head_size))

@@ -22,7 +22,7 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from .. import model_shape
-from ..facts import Facts
+from ..facts import Cache, Facts, Pages
 from ..formats import FORMATS
 from ..layout import MICRO_BLOCK
 from ..model_shape import DENSE, FP8
@@ -180,4 +180,4 @@ def check_padding(vllm_config: VllmConfig, spec: AttentionSpec) -> None:
     """
     cache = vllm_config.cache_config
     page = spec.page_size_bytes, spec.real_page_size_bytes
-    refuse(Facts(skip_layers=tuple(cache.kv_cache_dtype_skip_layers), page=page), cache.cache_dtype)
+    refuse(Facts(Cache(skip_layers=tuple(cache.kv_cache_dtype_skip_layers)), Pages(size=page)), cache.cache_dtype)

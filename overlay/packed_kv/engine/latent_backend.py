@@ -17,7 +17,7 @@ from ..attention.latent.impl import LatentAttentionImpl
 from ..attention.latent.metadata import LatentMetadataBuilder
 from ..attention.latent.sparse_impl import SparseLatentImpl
 from ..attention.latent.sparse_metadata import SparseLatentBuilder
-from ..facts import Facts
+from ..facts import Attention, Facts, Latents
 from ..formats import FORMATS
 from ..layout import latent_slot_bytes
 from ..refusals import refuse
@@ -72,11 +72,10 @@ class PackedLatentBackend(PackedPages, MLACommonBackend):
         that they have a sliding window, and for other latents than the model's."""
         if spec.dtype != torch.uint8:
             return spec
+        slides = type(spec).__name__ == SLIDING_SPEC
         facts = Facts(
-            is_mla=True,
-            sliding_window=getattr(spec, "sliding_window", None) or 0 if type(spec).__name__ == SLIDING_SPEC else None,
-            latent_size=spec.head_size,
-            built_latent_size=cls.rank + cls.rope_dim,
+            Latents(is_mla=True, size=spec.head_size, built_size=cls.rank + cls.rope_dim),
+            Attention(sliding_window=getattr(spec, "sliding_window", None) or 0 if slides else None),
         )
         refuse(facts, cls.fmt.name)
         sizes = cls.rank, cls.rope_dim, cls.rope_bits

@@ -9,7 +9,6 @@ import contextlib
 import logging
 import sys
 from collections.abc import Iterator
-from dataclasses import replace
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +22,7 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_b
 from vllm.v1.kv_cache_interface import KVQuantMode
 
 from ..cache_scheme import said_of_cache
-from ..facts import Facts
+from ..facts import Attention, Cache, Drafts, Facts, Latents, Layer, Vllm
 from ..formats import FORMATS, Format
 from ..refusals import refuse
 from ..settings.facts import auto_cache, check_skipped_layers, engine_facts
@@ -119,15 +118,14 @@ class PackedDTypeHandler:
         backend = backend_of(self.name)
         capability = current_platform.get_device_capability()
         vllm_config = get_current_vllm_config()
-        facts = replace(
-            engine_facts(vllm_config),
-            is_mla=config.use_mla,
-            is_sparse=config.use_sparse,
-            attention=AttentionType(config.attn_type).value,
-            has_image_prefix=config.use_mm_prefix,
-            head_size=config.head_size,
-            block_size=config.block_size,
-            backend_reasons=tuple(backend.validate_configuration(device_capability=capability, **config._asdict())),
+        reasons = tuple(backend.validate_configuration(device_capability=capability, **config._asdict()))
+        facts = Facts(
+            *engine_facts(vllm_config).records,
+            Latents(is_mla=config.use_mla, is_sparse=config.use_sparse),
+            Attention(kind=AttentionType(config.attn_type).value, has_image_prefix=config.use_mm_prefix),
+            Layer(head_size=config.head_size),
+            Cache(block_size=config.block_size),
+            Vllm(backend_reasons=reasons),
         )
         refuse(facts, self.name)
         return backend
@@ -137,17 +135,21 @@ class PackedDTypeHandler:
         vllm_config, is_sparse = get_current_vllm_config(), config.use_sparse
         text = vllm_config.model_config.hf_text_config
         rank, rope_dim = int(text.kv_lora_rank), int(text.qk_rope_head_dim)
-        facts = replace(
-            engine_facts(vllm_config),
-            is_mla=True,
-            is_sparse=is_sparse,
-            version_without_latents=version_without_latents(),
-            version_without_rows=version_without_rows() if is_sparse and current_platform.is_cuda() else None,
-            latent_rank=rank,
-            rope_size=rope_dim,
-            latent_size=config.head_size,
-            built_latent_size=rank + rope_dim,
-            block_size=config.block_size,
+        facts = Facts(
+            *engine_facts(vllm_config).records,
+            Latents(
+                is_mla=True,
+                is_sparse=is_sparse,
+                rank=rank,
+                rope_size=rope_dim,
+                size=config.head_size,
+                built_size=rank + rope_dim,
+            ),
+            Vllm(
+                version_without_latents=version_without_latents(),
+                version_without_rows=version_without_rows() if is_sparse and current_platform.is_cuda() else None,
+            ),
+            Cache(block_size=config.block_size),
         )
         refuse(facts, self.name)
         from .latent_backend import latent_backend_of, sparse_latent_backend_of
@@ -157,7 +159,7 @@ class PackedDTypeHandler:
         backend = make(self.name, rank, rope_dim, rope_bits)
         capability = current_platform.get_device_capability()
         reasons = tuple(backend.validate_configuration(device_capability=capability, **config._asdict()))
-        refuse(replace(facts, backend_reasons=reasons), self.name)
+        refuse(Facts(*facts.records, Vllm(backend_reasons=reasons)), self.name)
         return backend
 
     def check_layer(self, layer_name: str, layer: AttentionLayerBase) -> None:
@@ -174,13 +176,16 @@ class PackedDTypeHandler:
             self._check_latent_layer(layer_name, layer)
             return
         config = getattr(impl, "config", None) or get_current_vllm_config_or_none()
+        own = unknown_wrapper(backend) if issubclass(backend, backend_of(self.name)) else backend.get_name()
         facts = Facts(
-            auto_cache=None if config is None else auto_cache(config),
-            is_draft=getattr(impl, "is_draft", None),
-            layer=f"{layer_name} ({type(layer).__name__})",
-            own_backend=unknown_wrapper(backend) if issubclass(backend, backend_of(self.name)) else backend.get_name(),
-            value_size=getattr(layer, "head_size_v", None),
-            built_value_size=getattr(impl, "head_size_v", None),
+            Cache(auto=None if config is None else auto_cache(config)),
+            Drafts(is_draft=getattr(impl, "is_draft", None)),
+            Layer(
+                name=f"{layer_name} ({type(layer).__name__})",
+                own_backend=own,
+                value_size=getattr(layer, "head_size_v", None),
+                built_value_size=getattr(impl, "head_size_v", None),
+            ),
         )
         refuse(facts, self.name)
         if config is not None:
@@ -204,7 +209,7 @@ class PackedDTypeHandler:
             is_sparse_layer = layer.impl.is_sparse and "hands_over_latents" in vars(kind)  # no subclass of it
             is_plain = kind is MLAAttention and not (layer.impl.is_sparse and current_platform.is_cuda())
             other = None if is_plain or is_sparse_layer else kind.__name__
-            refuse(Facts(layer=layer_name, latent_layer=other), self.name)
+            refuse(Facts(Layer(name=layer_name), Latents(layer_class=other)), self.name)
         layer.impl.build(layer_name, layer)
 
     def before_engine(self, vllm_config: VllmConfig) -> None:

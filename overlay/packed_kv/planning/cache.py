@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from ..facts import Facts
+from ..facts import Cache, Engine, Facts, Latents, Pages
 from ..formats import FORMATS
 from ..layout import MICRO_BLOCK, RECENT_TOKENS, choose_ring_block
 from ..model_shape import DENSE, FP8, Layer, Model, recent_slot_bytes, slot_bytes
@@ -104,10 +104,9 @@ def recent_window(model: Model, dtype: str, serving: Serving) -> tuple[int, str]
         return 0, ""
     platform = "cuda" if serving.on_gpu else "cpu"
     facts = Facts(
-        platform=platform,
-        is_mla=model.has_latents,
-        is_sparse=model.picks_tokens,
-        has_other_dtypes=bool(serving.skip_layers),
+        Engine(platform=platform),
+        Latents(is_mla=model.has_latents, is_sparse=model.picks_tokens),
+        Cache(has_other_dtypes=bool(serving.skip_layers)),
     )
     if reason := no_window(facts):
         return 0, reason
@@ -119,7 +118,7 @@ def recent_window(model: Model, dtype: str, serving: Serving) -> tuple[int, str]
 def capacity(model: Model, dtype: str, serving: Serving, memory: int) -> Capacity:
     """Capacity of `memory` bytes of KV cache on each rank. Raises Refused."""
     if dtype in FORMATS and model.has_latents:
-        refuse(Facts(is_mla=True, skip_layers=_skipped(serving)), dtype)
+        refuse(Facts(Latents(is_mla=True), Cache(skip_layers=_skipped(serving))), dtype)
     groups = _groups(_specs(model, dtype, serving))
     if dtype in FORMATS and serving.skip_layers:
         _check_padding(model, dtype, serving, groups)
@@ -227,7 +226,8 @@ def _check_padding(model: Model, dtype: str, serving: Serving, groups: Sequence[
             continue
         heads, _, slot = spec.shape
         if slot in {slot_bytes(dtype, layer, model.dtype_bytes) for layer in model.attention}:
-            refuse(Facts(skip_layers=_skipped(serving), page=(spec.page, heads * slot * spec.block_size)), dtype)
+            page = Pages(size=(spec.page, heads * slot * spec.block_size))
+            refuse(Facts(Cache(skip_layers=_skipped(serving)), page), dtype)
 
 
 def _skipped(serving: Serving) -> tuple[str, ...]:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from vllm.platforms import current_platform
 
 from ..cache_scheme import asked_cache
-from ..facts import Facts
+from ..facts import Architecture, Cache, Drafts, Engine, Facts, Latents, Layer, Pages, Parallel, Vllm
 from ..formats import FORMATS
 from ..refusals import refuse
 from ..vllm_compat import builds_draft, groups_stay, sizes_latents_beside_states
@@ -25,38 +25,49 @@ def engine_facts(config: VllmConfig) -> Facts:
     has_draft_cache = speculative is not None and speculative.uses_draft_kv_cache()
     capability = current_platform.get_device_capability()
     return Facts(
-        platform=platform_name(),
-        capability=(capability.major, capability.minor) if capability else None,
-        dcp=parallel.decode_context_parallel_size,
-        dcp_backend=parallel.dcp_comm_backend,
-        has_own_queries=getattr(parallel, "dcp_q_replicate", None),
-        pipeline=parallel.pipeline_parallel_size,
-        connector=transfer.kv_connector if transfer else None,
-        connectors=tuple(connectors(transfer)),
-        speculative_method=speculative.method if speculative else None,
-        has_other_dtypes=bool(cache.kv_cache_dtype_skip_layers)
-        or (has_draft_cache and draft_dtype not in (None, cache.cache_dtype)),
-        has_draft_cache=has_draft_cache,
-        is_draft=is_draft(config),
-        packs_draft=speculative is not None and draft_dtype in (None, *FORMATS),
-        groups_stay=groups_stay(),
-        states_fit=sizes_latents_beside_states(),
-        has_one_cache_manager=config.scheduler_config.disable_hybrid_kv_cache_manager,
-        has_fast_prefill=cache.kv_sharing_fast_prefill,
-        has_micro_batches=parallel.use_ubatching,
-        architecture=model.architecture,
-        is_mla=model.use_mla,
-        is_sparse=picks_tokens(config),
-        pcp=getattr(parallel, "prefill_context_parallel_size", None),
-        has_host_cache=has_host_cache(config),
-        has_latent_sinks=model.use_mla and bool(getattr(model.hf_text_config, "learnable_sink", False)),
-        has_lora=config.lora_config is not None,
-        auto_cache=auto_cache(config),
-        skip_layers=tuple(cache.kv_cache_dtype_skip_layers),
-        layer_numbers=_layer_numbers(config),
-        has_states=model.is_hybrid,
-        has_chunks=bool(model.attention_chunk_size),
-        has_several_kinds=len({*(getattr(model.hf_text_config, "layer_types", None) or ())}) > 1,
+        Engine(
+            platform=platform_name(),
+            capability=(capability.major, capability.minor) if capability else None,
+            connector=transfer.kv_connector if transfer else None,
+            connectors=tuple(connectors(transfer)),
+            has_lora=config.lora_config is not None,
+            has_fast_prefill=cache.kv_sharing_fast_prefill,
+            has_micro_batches=parallel.use_ubatching,
+        ),
+        Parallel(
+            dcp=parallel.decode_context_parallel_size,
+            dcp_backend=parallel.dcp_comm_backend,
+            has_own_queries=getattr(parallel, "dcp_q_replicate", None),
+            pipeline=parallel.pipeline_parallel_size,
+            pcp=getattr(parallel, "prefill_context_parallel_size", None),
+        ),
+        Cache(
+            auto=auto_cache(config),
+            skip_layers=tuple(cache.kv_cache_dtype_skip_layers),
+            layer_numbers=_layer_numbers(config),
+            has_other_dtypes=bool(cache.kv_cache_dtype_skip_layers)
+            or (has_draft_cache and draft_dtype not in (None, cache.cache_dtype)),
+            has_one_manager=config.scheduler_config.disable_hybrid_kv_cache_manager,
+            has_host_cache=has_host_cache(config),
+        ),
+        Drafts(
+            method=speculative.method if speculative else None,
+            has_cache=has_draft_cache,
+            is_packed=speculative is not None and draft_dtype in (None, *FORMATS),
+            is_draft=is_draft(config),
+        ),
+        Vllm(groups_stay=groups_stay(), states_fit=sizes_latents_beside_states()),
+        Architecture(
+            name=model.architecture,
+            has_states=model.is_hybrid,
+            has_chunks=bool(model.attention_chunk_size),
+            has_several_kinds=len({*(getattr(model.hf_text_config, "layer_types", None) or ())}) > 1,
+        ),
+        Latents(
+            is_mla=model.use_mla,
+            is_sparse=picks_tokens(config),
+            has_sinks=model.use_mla and bool(getattr(model.hf_text_config, "learnable_sink", False)),
+        ),
     )
 
 
@@ -108,11 +119,11 @@ def check_skipped_layers(config: VllmConfig, dtype: str) -> None:
     if config.parallel_config.pipeline_parallel_size == 1:
         numbers = frozenset(int(part) for name in attention for part in name.split(".") if part.isdecimal())
         slides = any(getattr(layer, "sliding_window", None) is not None for layer in attention.values())
-        refuse(Facts(skip_layers=words, layer_numbers=numbers, slides=slides), dtype)
+        refuse(Facts(Cache(skip_layers=words, layer_numbers=numbers, slides=slides)), dtype)
     for name, layer in attention.items():
         target = getattr(layer, "kv_sharing_target_layer_name", None)
         if target in attention and (other := attention[target].kv_cache_dtype) != layer.kv_cache_dtype:
-            refuse(Facts(layer=f"{name} ({layer.kv_cache_dtype})", cache_of=target, unlike_its_cache=other), dtype)
+            refuse(Facts(Layer(name=f"{name} ({layer.kv_cache_dtype})"), Pages(owner=target, owner_dtype=other)), dtype)
 
 
 def platform_name() -> str:

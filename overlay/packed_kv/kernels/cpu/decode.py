@@ -20,7 +20,7 @@ from .tables import add_ring
 PROGRAM = Program(
     "decode.cpp",
     (*SIMD, "arguments.h", "jobs.h", "numbers.h", "pages.h", "queries.h", "ranges.h", "ring.h", "rotation.h",
-     "threads.h", "tile.h"),
+     "softmax.h", "threads.h", "tile.h"),
 )  # fmt: skip
 ELEMENT_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 """Numbers of dtypes in numbers.h."""

@@ -17,7 +17,7 @@ from .compiler import Target
 from .constants import constants_header, number_line, numbers_line
 from .tables import ELEMENT_TYPES, add_ring
 
-PROGRAM = Program("latent.cpp", (*SIMD, "jobs.h", "latent_tile.h", "numbers.h", "pages.h", "threads.h"))
+PROGRAM = Program("latent.cpp", (*SIMD, "jobs.h", "latent_tile.h", "numbers.h", "pages.h", "softmax.h", "threads.h"))
 PIECE = 8
 """RoPE channels of a token that lie side by side."""
 _ADDRESS, _NUMBER = ctypes.c_void_p, ctypes.c_int64

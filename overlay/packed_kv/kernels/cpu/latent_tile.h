@@ -1,7 +1,7 @@
 // A tile of latents for all columns: see latent.cpp.
 #pragma once
 #include "numbers.h"
-#include "pages.h"
+#include "softmax.h"
 
 struct LatentArguments {  // `Arguments` of latent_decode.py, field by field, 8 bytes each
   // Pages: uint8 [blocks, block_size, slot_bytes]; strides in bytes.
@@ -35,22 +35,15 @@ constexpr int RANK = STORED_DIM, RING_DIM = RANK + ROPE_DIM;
 constexpr int TILE = 128, TILE_BLOCKS = TILE / MICRO_BLOCK;  // levels of 512 channels take 128 KB, and stay in L2
 constexpr int RING_TILE = 64;
 constexpr int PART_TOKENS = 256, MOST_PARTS = 16;
-constexpr int BLOCK = 4;      // columns that are worked on in registers
-constexpr float SLACK = 20;   // see tile.h
-constexpr int LARGEST_INT16 = 32767;
 constexpr int LEVEL_VECTORS = GROUPS * 4 * 4;                 // of a part of a micro-block: [group][t][e2][e3]
 constexpr int LEVELS_BYTES = PARTS * LEVEL_VECTORS * VECTOR_BYTES;
 constexpr int SUMS = GROUPS * 4 * 2;                          // vectors of fp32 sums over V: [group][t][e2]
 constexpr int TS = VECTOR_LANES == 4 ? 2 : 1;                 // t's at once: as many sums as registers hold
 
-INLINE float larger(float a, float b) { return a > b ? a : b; }
 INLINE int place_in_tile(int token) { return token / 16 * 16 + place_of_token(token % 16); }
 
-struct Softmax {
-  float maximum, total;
-};
-
 struct Columns {
+  static constexpr int TOKENS = TILE;
   int count;
   int16_t* queries;     // block of columns: [group][t][e2][column][e1][e0]
   float* factors;       // of a query's integers
@@ -67,16 +60,6 @@ struct Columns {
   uint8_t* weights;     // of a group: [micro-block][part][column][parity]
   float* ring_rows;     // [RING_TILE][RING_DIM]
 };
-
-// Calls body(Index<columns>, first column) for each block.
-template <class Body> INLINE void for_blocks(int columns, Body&& body) {
-  int first = 0;
-  for (; first + BLOCK <= columns; first += BLOCK) body(Index<BLOCK>{}, first);
-  int rest = columns - first;
-  if (rest == 1) body(Index<1>{}, first);
-  if (rest == 2) body(Index<2>{}, first);
-  if (rest == 3) body(Index<3>{}, first);
-}
 
 static void decode_levels(const uint8_t* micro_block, uint8_t* to) {
   alignas(64) uint8_t arranged[ARRANGED * VECTOR_BYTES];
@@ -179,30 +162,6 @@ static void shrink_sums(const Columns& columns, int column, float factor) {
   for (int i = 0; i < SUMS * VECTOR_FLOATS; i += VECTOR_FLOATS)
     store_floats(sums + i, load_floats(sums + i) * broadcast(factor));
   for (int i = 0; columns.ring_sums && i < RANK; i++) columns.ring_sums[(long)column * RANK + i] *= factor;
-}
-
-// As in tile.h.
-static float add_to_softmax(const Columns& columns, int column, int count) {
-  float* scores = columns.scores + (long)column * TILE;
-  Floats most = broadcast(-INFINITY), total = broadcast(0);
-  for (int i = 0; i < count; i += VECTOR_FLOATS) most = max_floats(most, load_floats(scores + i));
-  float top = horizontal_max(most), old = columns.softmax[column].maximum;
-  if (top == -INFINITY) return 0;
-  for (int i = 0; i < count; i += VECTOR_FLOATS) {
-    Floats weight = exp_of_negative(load_floats(scores + i) - broadcast(top));
-    store_floats(scores + i, weight);
-    total = total + weight;
-  }
-  float kept = top > old + SLACK ? top : old;
-  if (kept != old && old != -INFINITY) {
-    float shrink = expf(old - kept);
-    columns.softmax[column].total *= shrink;
-    shrink_sums(columns, column, shrink);
-  }
-  float factor = expf(top - kept);
-  columns.softmax[column].maximum = kept;
-  columns.softmax[column].total += factor * horizontal_sum(total);
-  return factor;
 }
 
 // 16-bit weights of a group for C columns: an exponential times a scale, in units of `unit`. The pair of tokens that

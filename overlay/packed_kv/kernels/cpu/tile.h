@@ -1,24 +1,15 @@
 // A tile of tokens for the columns of a KV head: products with K, the online softmax, products with V. Columns are the
-// KV head's query heads times query tokens, in blocks of up to BLOCK that are worked on in registers.
+// KV head's query heads times query tokens.
 #pragma once
-#include "pages.h"
+#include "softmax.h"
 
 constexpr int TILE = 256;  // tokens
 constexpr int TILE_BLOCKS = TILE / MICRO_BLOCK;
-constexpr int BLOCK = 4;
-// A new maximum is taken over only where it exceeds the old one by this much: sums in fp32 have room for e^20, and
-// products need not be scaled again.
-constexpr float SLACK = 20;
-constexpr int LARGEST_INT16 = 32767;
-INLINE float larger(float a, float b) { return a > b ? a : b; }
 constexpr int SUMS = GROUPS * PARTS * 4;  // vectors of fp32 sums over V that a column has
-
-struct Softmax {
-  float maximum, total;  // of scores, and of their exponentials
-};
 
 // What a job keeps of its columns. Arrays of `block` are by block of columns, with its columns innermost.
 struct Columns {
+  static constexpr int TOKENS = TILE;
   int count;
   const int16_t* queries;  // block: [group][t][e2][column][e1][e0]
   const float* factors;    // by column: of a query's integers, with the score's scale
@@ -29,16 +20,6 @@ struct Columns {
   Softmax* softmax;        // by column
   float* weight_factors;   // [column][GROUPS]: what a weight of 1 is in this tile
 };
-
-// Calls body(Index<columns>, first column) for each block.
-template <class Body> INLINE void for_blocks(int columns, Body&& body) {
-  int first = 0;
-  for (; first + BLOCK <= columns; first += BLOCK) body(Index<BLOCK>{}, first);
-  int rest = columns - first;
-  if (rest == 1) body(Index<1>{}, first);
-  if (rest == 2) body(Index<2>{}, first);
-  if (rest == 3) body(Index<3>{}, first);
-}
 
 // Levels of all codes, in registers.
 struct Tables {
@@ -137,31 +118,6 @@ static void add_sums(const Columns& to, const Columns& from, int column, float o
     Floats sum = load_floats(to.ring_sums + at + i) * broadcast(old);
     store_floats(to.ring_sums + at + i, multiply_add(load_floats(from.ring_sums + at + i), broadcast(added), sum));
   }
-}
-
-// Makes exponentials of a column's `count` scores, a multiple of 16, and brings its total and sums to the same maximum.
-// Returns what an exponential of 1 is in the sums; 0: no score is finite.
-static float add_to_softmax(const Columns& columns, int column, int count) {
-  float* scores = columns.scores + (long)column * TILE;
-  Floats most = broadcast(-INFINITY), total = broadcast(0);
-  for (int i = 0; i < count; i += VECTOR_FLOATS) most = max_floats(most, load_floats(scores + i));
-  float top = horizontal_max(most), old = columns.softmax[column].maximum;
-  if (top == -INFINITY) return 0;
-  for (int i = 0; i < count; i += VECTOR_FLOATS) {
-    Floats weight = exp_of_negative(load_floats(scores + i) - broadcast(top));
-    store_floats(scores + i, weight);
-    total = total + weight;
-  }
-  float kept = top > old + SLACK ? top : old;
-  if (kept != old && old != -INFINITY) {
-    float shrink = expf(old - kept);
-    columns.softmax[column].total *= shrink;
-    shrink_sums(columns, column, shrink);
-  }
-  float factor = expf(top - kept);
-  columns.softmax[column].maximum = kept;
-  columns.softmax[column].total += factor * horizontal_sum(total);
-  return factor;
 }
 
 // Makes 16-bit weights of C columns' exponentials times V's scales, the largest of a tile, group and column 32767.
