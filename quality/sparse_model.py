@@ -24,9 +24,13 @@ heads, tokens, channels]."""
 Rounding = Callable[[torch.Tensor], torch.Tensor]
 
 
+def exact(x: torch.Tensor) -> torch.Tensor:
+    return x
+
+
 def index_scores(
     indexer: Any, hidden: torch.Tensor, query_latent: torch.Tensor, positions: tuple[torch.Tensor, torch.Tensor],
-    rounding: Rounding = lambda x: x,
+    rounding: Rounding = exact,
 ) -> torch.Tensor:  # fmt: skip
     """Scores of all pairs of tokens, [batch, tokens, tokens], later tokens included.
 

@@ -234,7 +234,11 @@ def optimizer_of(model: torch.nn.Module, rate: float, device: str) -> torch.opti
 
 
 def fit(
-    trainer: Trainer, model: torch.nn.Module, run: Run, loss_of: Callable[[], torch.Tensor], judge: Callable[[str], None]
+    trainer: Trainer,
+    model: torch.nn.Module,
+    run: Run,
+    loss_of: Callable[[], torch.Tensor],
+    judge: Callable[[str], None],
 ) -> None:
     """Train the parameters that take gradients by `loss_of` a batch. `judge` gets the step and its loss in words."""
     optimizer = optimizer_of(model, run.rate, trainer.device)
@@ -261,9 +265,7 @@ def train(trainer: Trainer, run: Run, number: int, best: Best) -> None:
     add_dropout(model, run.dropout)
     forward = torch.compile(model, dynamic=False) if trainer.device == "cuda" else model
     model.train()
-    fit(
-        trainer, model, run, lambda: trainer.loss(trainer.batch(), forward), best.judge_of(model, f"run {number} ")
-    )
+    fit(trainer, model, run, lambda: trainer.loss(trainer.batch(), forward), best.judge_of(model, f"run {number} "))
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -26,9 +26,20 @@ from typing import Any
 
 import torch
 from packed_kv_quality.teacher_forced import token_kl
-from sparse_model import ATTENTION, best_picks, causal, index_scores, install
+from sparse_model import ATTENTION, best_picks, causal, install
 from train_mla_demo import (
-    DEMO, JUDGED_ROWS, TINY, TOKENIZER, Best, Run, Sizes, Trainer, add_dropout, fit, read_text, split,
+    DEMO,
+    JUDGED_ROWS,
+    TINY,
+    TOKENIZER,
+    Best,
+    Run,
+    Sizes,
+    Trainer,
+    add_dropout,
+    fit,
+    read_text,
+    split,
 )  # fmt: skip
 from transformers import AutoTokenizer, DeepseekV32Config, DeepseekV32ForCausalLM, PreTrainedModel
 
@@ -68,9 +79,9 @@ def read_all(
 class Reading:
     """Attention over all tokens or over picks, with the indexers' loss of a pass of the model.
 
-    picks: of a query token; None: all. `losses`: KL of each layer, in nats a token, in a pass with gradients. `mass`, in
-    one without and over all tokens: each layer's share of attention in the indexer's picks, where a token has more than
-    `top_k` to pick of.
+    picks: of a query token; None: all. `losses`: KL of each layer, in nats a token, in a pass with gradients. `mass`,
+    in one without and over all tokens: each layer's share of attention in the indexer's picks, where a token has more
+    than `top_k` to pick of.
     """
 
     def __init__(self, top_k: int, picks: int | None) -> None:
@@ -162,7 +173,8 @@ def check(folder: str, row: torch.Tensor) -> tuple[float, float]:
     for layer in own.model.layers:
         layer.self_attn.indexer.register_forward_hook(lambda _module, _inputs, picks: given.append(picks))
     true = own(input_ids=row, use_cache=False).logits[0].log_softmax(-1)
-    top_k, shares = own.config.index_topk, []
+    shares: list[torch.Tensor] = []
+    top_k = own.config.index_topk
 
     def read(
         _module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scores: torch.Tensor, scale: float
