@@ -198,6 +198,8 @@ PICKED = {
     "perplexity": text("perplexity", ".2f"), "picks that differ": text("picks_differ", ".2%"),
     "by layer, %": text("picks_by_layer"), "attention in picks": text("mass", ".1%"),
 }  # fmt: skip
+PICKS = {title: PICKED[title] for title in ("KL (of fp8_ds_mla's)", "KL, bf16's picks", "picks that differ",
+         "by layer, %")}  # fmt: skip
 KL = {"dtype": "dtype", "bytes": "KV bytes/token", "setting": "setting"}
 AFTER = {"dtype": "mean KL, nats, prompt tokens:", "bytes": "KV bytes/token"}
 TASKS = {"task": "task", "prompt": "prompt", "kept": "bf16 solves", "setting": "setting"}
@@ -320,8 +322,7 @@ SPECS: Mapping[str, Sequence[Spec]] = {
         Spec("latents", "latent_quality.csv", LATENTS, CODED, prepare=codings, base=FP8),
         Spec("latents-sparse", "sparse_quality.csv", ROWS, PICKED, where={"index_keys": ("fp8",)},
              prepare=sparse_codings, base=FP8_ROWS),
-        Spec("latents-sparse-fp32", "sparse_quality.csv", ROWS, {title: PICKED[title] for title in ("KL (of fp8_ds_mla's)",
-             "KL, bf16's picks", "picks that differ", "by layer, %")}, where={"index_keys": ("fp32",)},
+        Spec("latents-sparse-fp32", "sparse_quality.csv", ROWS, PICKS, where={"index_keys": ("fp32",)},
              prepare=sparse_codings, base=FP8_ROWS),
         Spec("latents-window", "latent_window.csv", LATENTS, CODED, prepare=codings, base=FP8),
     ),

@@ -83,7 +83,7 @@ def index_keys_as_fp8(x: torch.Tensor) -> torch.Tensor:
 
 @dataclass
 class Reading:
-    """How a pass of the model reads rows, and what it read.
+    """A pass of the model: how it reads rows, and what it read.
 
     given: picks of each layer, bool [1, tokens, tokens], for those of the indexers; None: by the indexers. dense: all
     rows are read. rounded: attention's outputs are rounded to bf16. `picks`: what indexers picked, layer by layer;
@@ -173,7 +173,7 @@ def mean(values: Sequence[float]) -> float:
 def measure(
     model: Model, rows: torch.Tensor, codings: dict[str, Sequence[Coding]], index_keys: str
 ) -> Iterator[tuple[str, Tally]]:
-    """What each coding does to rows int64 [rows, tokens], named as `--codings`."""
+    """Each coding by its name in `--codings`, and its figures on rows int64 [rows, tokens]."""
     layers, top_k = len(model.layers), model.top_k
     tallies = {name: Tally([], [], [], [], [], []) for name in codings}
     for row in rows:

@@ -1,4 +1,4 @@
-"""quality/sparse_quality.py on a tiny model: figures of codings are in order, the control's are 0, and tokens decode."""
+"""quality/sparse_quality.py on a tiny model: figures are in order, the control's are 0, and tokens decode."""
 
 from __future__ import annotations
 
@@ -96,9 +96,9 @@ def test_rows_of_fp8_ds_mla() -> None:
 
 
 def test_index_keys_of_fp8_have_powers_of_two() -> None:
-    x = torch.tensor([[449.0, 1.0, 3e-3], [448.0, 1.0, 2e-3], [0.0, 0.0, 0.0]])
+    x = torch.tensor([[500.0, 1.0, 3e-3], [448.0, 1.0, 2e-3], [0.0, 0.0, 0.0]])
     coded = sparse_quality.index_keys_as_fp8(x)
-    assert coded.tolist() == [[448.0, 1.0, 0.00390625], [448.0, 1.0, 0.001953125], [0.0, 0.0, 0.0]]
+    assert coded.tolist() == [[512.0, 1.0, 0.00390625], [448.0, 1.0, 0.001953125], [0.0, 0.0, 0.0]]
     assert torch.equal(sparse_quality.index_keys_as_fp8(coded), coded)
 
 
@@ -115,6 +115,7 @@ def test_the_command(folder: str, tmp_path: Path, capsys: pytest.CaptureFixture[
         assert (float(row["kl"]) == float(row["picks_differ"]) == 0) == (row["coding"] == "auto")
         assert (row["rows"], row["context"], row["topk"], row["commit"]) == ("3", "64", "24", "abc")
         assert len(row["picks_by_layer"].split()) == 3
+    assert rows[0]["perplexity"] != rows[2]["perplexity"], "keys of fp8 pick others"
     with pytest.raises(SystemExit):
         sparse_quality.main([folder, "--text", str(PROSE), "--context", "24"])
     assert "--context 24: every token reads all up to 24" in capsys.readouterr().err

@@ -23,7 +23,7 @@ def text() -> str:
 def test_a_tiny_model(text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file, out = tmp_path / "text", tmp_path / "model"
     file.write_text(text)
-    stages = ["--dense", "2:0.1:3e-2:1000", "--indexer", "2:0:1e-2:1000", "--sparse", "2:0.1:1e-2:1000"]
+    stages = ["--dense", "3:0.1:3e-2:1000", "--indexer", "2:0:1e-2:1000", "--sparse", "3:0.1:3e-2:1000"]
     train_sparse_demo.main([str(file), str(out), "--tiny", *stages])
     printed = capsys.readouterr().out
     print(printed)
