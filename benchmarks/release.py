@@ -24,7 +24,8 @@ import rows
 
 HERE = Path(__file__).resolve().parent
 OURS = ("tq4", "turboquant35", "turboquant25")
-OTHERS = ("tq3", "isoquant4", "isoquant3", "planarquant4", "planarquant3", "int4_per_token_head", "turboquant_4bit_nc")
+OTHERS = ("tq3", "isoquant4", "isoquant3", "planarquant4", "planarquant3", "int4_per_token_head",
+          "turboquant_4bit_nc")
 
 
 @dataclass(frozen=True)
