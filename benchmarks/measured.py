@@ -70,9 +70,12 @@ class Spec:
     def block(self, up: str) -> str:
         """The text between the markers: the table and a line that says on what it was measured. `up`: from the page to
         the repository."""
+        names = [self.files] if isinstance(self.files, str) else self.files
+        if not all((RESULTS / name).exists() for name in names):
+            return "Not run yet."
         rows = self.rows()
-        names = dict.fromkeys(row["file"] for row in rows)
-        links = ", ".join(f"[{Path(name).name}]({up}benchmarks/results/{name})" for name in names)
+        found = dict.fromkeys(row["file"] for row in rows)
+        links = ", ".join(f"[{Path(name).name}]({up}benchmarks/results/{name})" for name in found)
         runs = f"[commits and commands]({up}benchmarks/results/runs.md)"
         return f"{self.table(rows).markdown()}\n\nMeasured on {made_on(rows)}. Rows: {links}; {runs}."
 
@@ -129,6 +132,27 @@ def codings(rows: list[Row]) -> list[Row]:
     return named
 
 
+SPARSE = {BASELINE: BASELINE, "rounded": "bf16, attention's outputs rounded", "dense": "bf16, all tokens read",
+          "fp8_ds_mla": "`fp8_ds_mla`"}  # fmt: skip
+"""Codings of quality/sparse_quality.py other than ours, in words."""
+
+
+def sparse_codings(rows: list[Row]) -> list[Row]:
+    """Rows of quality/sparse_quality.py with `coding` in words, the others' before ours."""
+
+    def place(row: Row) -> tuple[int, str]:
+        dtype, _, rope = row["coding"].partition("-rope")
+        order = [*SPARSE, *tables.ORDER]
+        return order.index(dtype), rope
+
+    named = []
+    for row in sorted(rows, key=place):
+        dtype, _, rope = row["coding"].partition("-rope")
+        title = SPARSE.get(dtype, f"`{dtype}`") + (f", {CODINGS[rope]}" if rope else "")
+        named.append({**row, "coding": title, "calibrated": "" if dtype in SPARSE else row["calibrated"]})
+    return named
+
+
 def drafted(rows: list[Row]) -> list[Row]:
     """A row per dtype: `tokens` per step with n-gram drafts, and `share`, the ratio to bf16's with its error."""
     found = {row["dtype"]: row["acceptance"] for row in json.loads((RESULTS / rows[0]["file"]).read_text())["rows"]}
@@ -168,11 +192,21 @@ SOAKED = {"clients": "clients", "seconds": "seconds", "requests": "requests", "t
           "growth of host memory, MiB": "host_growth_mib", "files": "files"}  # fmt: skip
 CODED = {"bytes": text("bytes"), "KL (of fp8's)": ratio("kl", lambda cell: f"{float(cell):.5f}"),
          "±": text("kl_error", ".5f"), "perplexity": text("perplexity")}  # fmt: skip
+PICKED = {
+    "bytes": text("bytes"), "KL (of fp8_ds_mla's)": ratio("kl", lambda cell: f"{float(cell):.5f}"),
+    "±": text("kl_error", ".5f"), "KL, bf16's picks": text("kl_same_picks", ".5f"), "top-1": text("top1", ".2%"),
+    "perplexity": text("perplexity", ".2f"), "picks that differ": text("picks_differ", ".2%"),
+    "by layer, %": text("picks_by_layer"), "attention in picks": text("mass", ".1%"),
+}  # fmt: skip
+PICKS = {title: PICKED[title] for title in ("KL (of fp8_ds_mla's)", "KL, bf16's picks", "picks that differ",
+         "by layer, %")}  # fmt: skip
 KL = {"dtype": "dtype", "bytes": "KV bytes/token", "setting": "setting"}
 AFTER = {"dtype": "mean KL, nats, prompt tokens:", "bytes": "KV bytes/token"}
 TASKS = {"task": "task", "prompt": "prompt", "kept": "bf16 solves", "setting": "setting"}
 
 
+ROWS = {"coding": "coding", "calibrated": "file"}
+FP8_ROWS = {"coding": SPARSE["fp8_ds_mla"], "calibrated": ""}
 LATENTS = {"coding": "coding", "window": "window", "calibrated": "file"}
 FP8 = {"coding": CODINGS["fp8"], "window": "", "calibrated": "yes"}
 RUNS = """# Runs
@@ -286,6 +320,10 @@ SPECS: Mapping[str, Sequence[Spec]] = {
              {"perplexity": text("perplexity", ".2f"), "KL mean": text("kl_mean", ".4f"), "top-1": text("top1",
              ".1%"), "recall": text("recalled", ".0%")}),
         Spec("latents", "latent_quality.csv", LATENTS, CODED, prepare=codings, base=FP8),
+        Spec("latents-sparse", "sparse_quality.csv", ROWS, PICKED, where={"index_keys": ("fp8",)},
+             prepare=sparse_codings, base=FP8_ROWS),
+        Spec("latents-sparse-fp32", "sparse_quality.csv", ROWS, PICKS, where={"index_keys": ("fp32",)},
+             prepare=sparse_codings, base=FP8_ROWS),
         Spec("latents-window", "latent_window.csv", LATENTS, CODED, prepare=codings, base=FP8),
     ),
 }  # fmt: skip

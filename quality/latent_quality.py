@@ -18,7 +18,7 @@ import argparse
 import csv
 import functools
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -27,9 +27,10 @@ import torch
 import transformers
 from packed_kv import FORMATS, get_codec
 from packed_kv.calibration_file import LayerCalibration, load
-from packed_kv.channel_calibration import UNCALIBRATED
+from packed_kv.channel_calibration import UNCALIBRATED, ChannelCalibration
 from packed_kv.codecs import ring
 from packed_kv.codecs.latent import LatentCodec
+from packed_kv.formats import Format
 from packed_kv_quality.recall import recall_prompts
 from packed_kv_quality.teacher_forced import token_kl
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -102,16 +103,20 @@ def rope_of(coding: str, codec: LatentCodec) -> Callable[[torch.Tensor], torch.T
     return lambda rope: codec.dequantize_rope(*codec.quantize_rope(rope))
 
 
+def channels_of(fmt: Format, layer: LayerCalibration | None) -> ChannelCalibration:
+    """Channels of a layer's latents for a format; None: there is no file."""
+    if layer is None:
+        return UNCALIBRATED
+    return replace(layer.key.taken_by(fmt, "key").map_rows(lambda rows: rows[0]), first_mean=None, rope=None)
+
+
 def packed(
     name: str, rank: int, rope_dim: int, layer: LayerCalibration | None, rope: str, device: str, window: int = 0
 ) -> Coding | Windowed:
     """A dtype, by the codec of its pages, with RoPE channels as `ROPE_BYTES` names them; with a window, by that of the
     ring, too."""
-    known = UNCALIBRATED
-    if layer is not None:
-        known = layer.key.taken_by(FORMATS[name], "key").map_rows(lambda rows: rows[0])
-        known = replace(known, first_mean=None, rope=None)
-    codec = LatentCodec(FORMATS[name], rank, rope_dim, device, known, 8 if rope == "8" else 16)
+    fmt = FORMATS[name]
+    codec = LatentCodec(fmt, rank, rope_dim, device, channels_of(fmt, layer), 8 if rope == "8" else 16)
     of_rope = rope_of(rope, codec)
 
     def coded(latent: torch.Tensor, rope: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -173,6 +178,23 @@ def expand_coded(
     return expand(for_key, rope)[0], expand(for_value, rope)[1]
 
 
+def text_rows(tokenizer: Any, paths: Sequence[Path], tokens: int, context: int) -> torch.Tensor:
+    """Pieces of texts, as many of each: int64 [tokens / context, context]."""
+    texts = [tokenizer.encode(path.read_text(), add_special_tokens=False) for path in paths]
+    each = tokens // context // len(texts)
+    return torch.tensor([ids[i * context :][:context] for ids in texts for i in range(each)])
+
+
+def append_row(path: Path, row: Mapping[str, object]) -> None:
+    """Add a row to a CSV file, which gets the row's columns if it is new."""
+    is_new = not path.exists()
+    with path.open("a", newline="") as file:
+        writer = csv.DictWriter(file, list(row))
+        if is_new:
+            writer.writeheader()
+        writer.writerow(row)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
@@ -190,11 +212,7 @@ def main() -> None:
     tokenizer, model = AutoTokenizer.from_pretrained(options.model), Model(options.model, device)
     config, layers = model.model.config, len(model.layers)
     sizes = config.kv_lora_rank, config.qk_rope_head_dim
-    texts = [tokenizer.encode(path.read_text(), add_special_tokens=False) for path in options.text]
-    each = options.tokens // options.context // len(texts)
-    rows = torch.tensor([ids[i * options.context :][: options.context] for ids in texts for i in range(each)]).to(
-        device
-    )
+    rows = text_rows(tokenizer, options.text, options.tokens, options.context).to(device)
     planted = recall_prompts(tokenizer, options.prompts, min(1800, options.context * 7 // 8)) if options.prompts else []
     asked = torch.tensor([[*prompt.token_ids, *prompt.answer_ids] for prompt in planted]).to(device)
     answer = torch.tensor([prompt.answer_ids for prompt in planted]).to(device)
@@ -221,12 +239,7 @@ def main() -> None:
         ratios = [f"{judged[name] / judged[base]:.2f}" if base in judged else "" for base in BASELINES]
         print(f"| {' | '.join([*(str(row[column]) for column in COLUMNS), *ratios])} |", flush=True)
         if options.out:
-            is_new = not options.out.exists()
-            with options.out.open("a", newline="") as file:
-                writer = csv.DictWriter(file, list(row))
-                if is_new:
-                    writer.writeheader()
-                writer.writerow(row)
+            append_row(options.out, row)
 
     print(f"{layers} layers, rank {sizes[0]}, {rows.numel():,} tokens, calibration {options.calibration or 'none'}")
     judged: dict[str, float] = {}

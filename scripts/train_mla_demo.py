@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 from packed_kv_quality.recall import FACT, QUESTION
-from transformers import AutoTokenizer, DeepseekV2Config, DeepseekV2ForCausalLM
+from transformers import AutoTokenizer, DeepseekV2Config, DeepseekV2ForCausalLM, PreTrainedModel
 
 TOKENIZER = Path(__file__).parents[1] / "models" / "demo-7m"
 NAMES = (
@@ -85,15 +85,27 @@ class Planted:
     ask: int
 
 
+def split(text: str) -> tuple[list[str], list[str]]:
+    """Pieces of a text to train on, and those that are held out."""
+    pieces = [text[i : i + PIECE] for i in range(0, len(text), PIECE)]
+    held = pieces[HELD_OUT // 2 :: HELD_OUT]
+    return [piece for i, piece in enumerate(pieces) if i % HELD_OUT != HELD_OUT // 2], held
+
+
+def read_text(path: Path) -> str:
+    """Plain text, or xz of it."""
+    raw = path.read_bytes()
+    return (lzma.decompress(raw) if path.suffix == ".xz" else raw).decode()
+
+
 class Trainer:
     """Text, planted facts, and the steps of training on them."""
 
     def __init__(self, text: str, tokenizer: Any, sizes: Sizes, device: str) -> None:
         self.tokenizer, self.sizes, self.device = tokenizer, sizes, device
-        pieces = [self.encode(text[i : i + PIECE]) for i in range(0, len(text), PIECE)]
-        held = [piece for i, piece in enumerate(pieces) if i % HELD_OUT == HELD_OUT // 2]
-        self.train = torch.cat([piece for i, piece in enumerate(pieces) if i % HELD_OUT != HELD_OUT // 2])
-        rows = torch.cat(held)
+        pieces, held = split(text)
+        self.train = torch.cat([self.encode(piece) for piece in pieces])
+        rows = torch.cat([self.encode(piece) for piece in held])
         rows = rows[: len(rows) // (sizes.context + 1) * (sizes.context + 1)].view(-1, sizes.context + 1)
         self.held_out = rows[: sizes.held_out_rows]
         self.pool, self.asked = self.facts(4096, 1), self.facts(48, 2)
@@ -123,10 +135,10 @@ class Trainer:
         row[end : end + question] = planted.question
         return end
 
-    def batch(self) -> torch.Tensor:
-        """Rows of text, int64 [batch, context + 1], facts in every other one."""
-        last = len(self.train) - self.sizes.context - 1
-        rows = self.train[torch.randint(0, last, (self.sizes.batch, 1), device=self.device) + self.span]
+    def batch(self, rows_wanted: int | None = None) -> torch.Tensor:
+        """Rows of text, int64 [rows_wanted or batch, context + 1], facts in every other one."""
+        last, count = len(self.train) - self.sizes.context - 1, rows_wanted or self.sizes.batch
+        rows = self.train[torch.randint(0, last, (count, 1), device=self.device) + self.span]
         for row in rows[::2]:
             self.plant(row, self.pool[self.rng.randrange(len(self.pool))])
         return rows
@@ -158,7 +170,7 @@ class Trainer:
         model.train()
         return sum(losses) / len(losses), right / total
 
-    def make(self) -> DeepseekV2ForCausalLM:
+    def make(self) -> PreTrainedModel:
         """A model with random weights, every layer dense."""
         config = DeepseekV2Config(
             vocab_size=len(self.tokenizer), q_lora_rank=None, qk_rope_head_dim=64,
@@ -183,6 +195,17 @@ class Best:
             self.score, self.where = score, where
             self.weights = {name: x.detach().bfloat16().cpu().clone() for name, x in model.state_dict().items()}
 
+    def judge_of(self, model: torch.nn.Module, name: str) -> Callable[[str], None]:
+        """A function that judges the model, prints and takes it, with `name` before the step in words."""
+
+        def judge(step: str) -> None:
+            held_out, recall = self.trainer.judge(model)
+            where = f"{name}{step}, held out {held_out:.3f}, recall {recall:.2f}"
+            print(where, flush=True)
+            self.take(model, held_out, recall, where)
+
+        return judge
+
     def save(self, folder: str) -> None:
         kept = self.trainer.make().to(torch.bfloat16)
         kept.load_state_dict(self.weights)
@@ -203,22 +226,25 @@ def add_dropout(model: Any, share: float) -> None:
 
 
 def optimizer_of(model: torch.nn.Module, rate: float, device: str) -> torch.optim.AdamW:
-    matrices = [x for x in model.parameters() if x.dim() >= 2]
-    rest = [x for x in model.parameters() if x.dim() < 2]
+    trained = [x for x in model.parameters() if x.requires_grad]
+    matrices = [x for x in trained if x.dim() >= 2]
+    rest = [x for x in trained if x.dim() < 2]
     groups = [{"params": matrices, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}]
     return torch.optim.AdamW(groups, lr=rate, betas=(0.9, 0.95), fused=device == "cuda")
 
 
-def train(trainer: Trainer, run: Run, number: int, best: Best) -> None:
-    torch.manual_seed(number)
-    model = trainer.make()
-    add_dropout(model, run.dropout)
-    forward = torch.compile(model, dynamic=False) if trainer.device == "cuda" else model
+def fit(
+    trainer: Trainer,
+    model: torch.nn.Module,
+    run: Run,
+    loss_of: Callable[[], torch.Tensor],
+    judge: Callable[[str], None],
+) -> None:
+    """Train the parameters that take gradients by `loss_of` a batch. `judge` gets the step and its loss in words."""
     optimizer = optimizer_of(model, run.rate, trainer.device)
-    model.train()
     start, step, done = 0.0, 0, 0.0
     while done < 1:
-        loss = trainer.loss(trainer.batch(), forward)
+        loss = loss_of()
         start = start or time.monotonic()  # behind compilation
         done = max(step / run.steps, (time.monotonic() - start) / run.seconds)
         warm = min(1.0, (step + 1) / 100)
@@ -230,10 +256,16 @@ def train(trainer: Trainer, run: Run, number: int, best: Best) -> None:
         optimizer.zero_grad(set_to_none=True)
         step += 1
         if step % trainer.sizes.judged_every == 0 or done >= 1:
-            held_out, recall = trainer.judge(model)
-            where = f"run {number} step {step}: loss {loss.item():.3f}, held out {held_out:.3f}, recall {recall:.2f}"
-            print(where, flush=True)
-            best.take(model, held_out, recall, where)
+            judge(f"step {step}: loss {loss.item():.3f}")
+
+
+def train(trainer: Trainer, run: Run, number: int, best: Best) -> None:
+    torch.manual_seed(number)
+    model = trainer.make()
+    add_dropout(model, run.dropout)
+    forward = torch.compile(model, dynamic=False) if trainer.device == "cuda" else model
+    model.train()
+    fit(trainer, model, run, lambda: trainer.loss(trainer.batch(), forward), best.judge_of(model, f"run {number} "))
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -246,8 +278,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--tiny", action="store_true", help="two narrow layers and small batches")
     options = parser.parse_args(arguments)
     torch.set_float32_matmul_precision("high")
-    raw = options.text.read_bytes()
-    text = (lzma.decompress(raw) if options.text.suffix == ".xz" else raw).decode()
+    text = read_text(options.text)
     tokenizer = AutoTokenizer.from_pretrained(options.tokenizer)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     trainer = Trainer(text, tokenizer, TINY if options.tiny else DEMO, device)
