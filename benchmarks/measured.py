@@ -231,7 +231,7 @@ SPECS: Mapping[str, Sequence[Spec]] = {
              base={"means": "none"}),
         Spec("mixed", released("mixed.csv", *SHOWN), MIXED, STEP, ("prompt",)),
         Spec("mixed-h100", "h100/mixed.csv", MIXED, STEP, ("prompt",)),
-        Spec("verify", released("verify.csv", *SHOWN), DRAFTS, STEP, CASE, {"model": ("8b",)}),
+        Spec("verify", released("verify.csv", "auto", "tq4"), DRAFTS, STEP, CASE, {"model": ("8b",)}),
         Spec("verify-shapes", released("verify_shapes.csv", "auto", "tq4", before="verify.csv"), {"model": "shape"} |
              DRAFTS, STEP, CASE, {"model": ("llama-70b-tp4", "qwen3-235b-tp4", "glm-4.5-tp8")}),
         Spec("gpt-oss", released("gpt_oss.csv", "auto", "tq4"), STEPS, STEP, CASE),

@@ -70,14 +70,14 @@ def alone(options: str) -> str:
 
 VERIFIED = {"verify.csv": "verify_shapes.csv"}
 PARTS = {
-    "throughput": Part("decode.py", "--shapes --prefill --budget 20e9", ("turboquant25", "tq4", "fp8", "auto",
-        "turboquant35"), 45),
+    "throughput": Part("decode.py", "--shapes --prefill --budget 20e9", ("turboquant25", "tq4", "fp8", "auto"), 40),
     "steps": Part("decode.py", f"{SIX} --prefill 8192 32768 --prompts 2 --budget 0", seconds=35),
-    "mixed": Part("mixed.py", "--shapes 64x2048 32x8192 8x1024 --first 8 --steps 16", SHOWN, 80),
+    "mixed": Part("mixed.py", "--shapes 64x2048 32x8192 8x1024 --first 8 --steps 16", SHOWN, 70),
     "latents": Part("decode.py", f"{shape('glm-4.7-flash')} --shapes 64x8192 8x32768 8x1024 --prefill 8192 --prompts 2 "
-        "--max-requests 64", ("auto", *OURS), 60, files={"decode.csv": "glm_flash.csv", "prefill.csv":
+        "--max-requests 64", ("auto", "tq4", "turboquant25"), 50, files={"decode.csv": "glm_flash.csv", "prefill.csv":
         "glm_flash_prefill.csv"}),
-    "drafts": Part("decode.py", alone("--drafts 0 3 7 --shapes 32x8192 8x32768 --steps 32"), SHOWN, 65),
+    "drafts": Part("decode.py", alone("--drafts 0 3 7 --shapes 32x8192 8x32768 --steps 32"), ("auto", "fp8", "tq4"),
+        55),
     "others": Part("decode.py", alone(SIX), OTHERS, 40),
     "window0": Part("decode.py", alone("--recent-tokens 0 --shapes 32x8192 128x2048 8x32768 --steps 32"), ("tq4",), 25,
         files={"decode.csv": "recent_window.csv"}),
