@@ -3,17 +3,20 @@
     python benchmarks/adopt.py DIR      # DIR: --out of benchmarks/release.py
 
 Only runs that ended well count. A file of DIR replaces the one of its name, with its entry in runs.toml; a file that
-DIR does not have stays as it is. What a replaced file had and its successor lacks is named. Then measured.py runs.
+DIR does not have stays as it is. What a replaced file had and its successor lacks is named. Reports of quality behind
+prompts go into results/generate-smollm2/. Then measured.py runs.
 """
 
 from __future__ import annotations
 
 import argparse
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
+import quality_rows
 import release
 import rows
 
@@ -75,6 +78,10 @@ def adopt(folder: Path) -> None:
         for case in sorted(lost):
             print(f"    no longer there: {', '.join(case)}")
     toml.write_text(text)
+    for report in sorted(folder.glob("runs/quality-*/*.json")):
+        if (report.parent / "done").exists():
+            shutil.copy(report, RESULTS / quality_rows.FOLDER)
+            print(f"{quality_rows.FOLDER}/{report.name}")
 
 
 def main() -> int:

@@ -103,8 +103,10 @@ PARTS = {
     "streams": Part("serve.py", "--concurrency 96 --rounds 2 --kv-cache-memory 8e9", SHOWN, 90, "serve_96.csv",
         "--api-server-count 4 --stream-interval 8"),
     "engine": Part("async_engine.py", "", SHOWN, 70),
+    "quality": Part("quality_behind.py", "", ("calibrated", "uncalibrated"), 200),
 }  # fmt: skip
-"""Name -> what is measured. A name has no hyphen."""
+"""Name -> what is measured. A name has no hyphen. `quality` has settings for dtypes, needs the folder inputs/ of
+quality_behind.py in the working directory, and leaves reports of its own."""
 ESSENTIAL = ("throughput", "steps", "mixed", "latents", "drafts")
 
 

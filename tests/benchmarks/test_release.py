@@ -168,6 +168,10 @@ def test_a_release_is_adopted(tmp_path: Path) -> None:
     (out / "runs" / "mixed-auto").mkdir()  # which has not ended well
     rows.append(out / "runs" / "mixed-auto" / "mixed.csv", {"dtype": "auto"})
     steps = (results / "decode.csv").read_text()
+    report = REPO / "benchmarks/results/generate-smollm2/uncalibrated.json"
+    (out / "runs" / "quality-calibrated").mkdir()
+    (out / "runs" / "quality-calibrated" / "done").write_text("1234abc")
+    shutil.copy(report, out / "runs" / "quality-calibrated" / "uncalibrated.json")
 
     def adopt() -> str:
         command = [sys.executable, str(tmp_path / "benchmarks/adopt.py"), str(out)]
@@ -177,6 +181,7 @@ def test_a_release_is_adopted(tmp_path: Path) -> None:
 
     said = adopt()
     assert "release/throughput.csv: 4 rows of turboquant25, tq4, fp8, auto" in said and "no longer" not in said
+    assert "generate-smollm2/uncalibrated.json" in said
     assert "rewritten: README.md, benchmarks/results/runs.md, docs/server.md" in said
     assert "| turboquant25 | 60 (3.75) | 4,321 (1.00) |" in (tmp_path / "README.md").read_text()
     assert (results / "decode.csv").read_text() == steps and not (results / "mixed.csv").exists()
