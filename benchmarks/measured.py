@@ -23,7 +23,7 @@ import plan_figures
 import tables
 from packed_kv_quality.generation_report import accepted_ratio, tokens_a_step
 from quality_rows import BEHIND, CALIBRATED, FOLDER, H200, TEXT, UNCALIBRATED, behind, forced, gains, tasks
-from rows import read
+from rows import MACHINE, read
 from tables import BASE, BASELINE, RESULTS, Row, Show, Table, figures, in_order, kl, load, pivot, ratio, text
 
 REPO = RESULTS.parents[1]
@@ -80,6 +80,11 @@ class Spec:
         return f"{self.table(rows).markdown()}\n\nMeasured on {made_on(rows)}. Rows: {links}; {runs}."
 
 
+def is_arithmetic(row: Row) -> bool:
+    """Return True if no card made a row."""
+    return row.get("engine", "").startswith("arithmetic")
+
+
 def made_on(rows: Iterable[Row]) -> str:
     """Card (or processor) and versions of rows, but for those of arithmetic."""
     found = []
@@ -89,7 +94,7 @@ def made_on(rows: Iterable[Row]) -> str:
         card = f"{number} {gpu}" if gpu and " x " not in gpu else gpu or row.get("cpu") or "a CPU"
         versions = [f"{name} {row[key].split('+')[0]}" for key, name in (("vllm", "vLLM"), ("torch", "PyTorch"))
                     if row.get(key)]  # fmt: skip
-        if not row.get("engine", "").startswith("arithmetic"):
+        if not is_arithmetic(row):
             found.append(", ".join([card, *versions]))
     return "; ".join(dict.fromkeys(found))
 
@@ -99,6 +104,14 @@ def last_options(rows: list[Row]) -> list[Row]:
     common = min((row["server_options"] for row in rows if "server_options" in row), key=len)
     own = [row.get("server_options", f"{common} the engine alone").removeprefix(common).strip() for row in rows]
     return in_order({**row, "options": options} for row, options in zip(rows, own, strict=True))
+
+
+def released(name: str, *dtypes: str, before: str = "") -> str:
+    """The file of results/release/ with this name; while that has no rows of these dtypes, the one of runs `before`, by
+    default of the same name."""
+    file = RESULTS / RELEASE / name
+    found = {row["dtype"] for row in read(file)} if file.exists() else set()
+    return f"{RELEASE}/{name}" if found and {*dtypes} <= found else before or name
 
 
 def by_kernel(rows: list[Row]) -> list[Row]:
@@ -162,14 +175,22 @@ def drafted(rows: list[Row]) -> list[Row]:
     return [{**row, "tokens": tokens[row["dtype"]], "share": shown.get(row["dtype"], "1")} for row in in_order(rows)]
 
 
+RELEASE = "release"
+"""Folder of results/ with what benchmarks/release.py measured at one commit."""
 STEP, TOKENS_S, MICROSECONDS = ratio("p50_ms"), ratio("tokens_s"), text("attention_p50_us")
 STEPS = {"dtype": "ms, requests x context:"}
 LONG = {"requests": ("32", "128", "8"), "context": ("8192", "2048", "32768")}
 OURS = ("tq4", "turboquant35", "turboquant25")
+SHOWN = ("auto", "fp8", "tq4", "turboquant25")
+OTHERS = ("tq3", "int4_per_token_head", "turboquant_4bit_nc")
+DRAFTS = {"drafts": "drafts", "dtype": "ms"}
 SERVED = {"output tokens/s": ratio("output_tokens_s", tables.rounded), "TTFT, ms": ratio("p50_ttft_ms", tables.rounded),
           "TPOT, ms": ratio("p50_tpot_ms", lambda cell: f"{float(cell):.1f}")}  # fmt: skip
 HITS = {"hit rate": text("hit_rate"), "TTFT p50, s": text("p50_ttft_ms", ".2f", 1e-3),
         "TPOT p50, ms": text("p50_tpot_ms", ".2f"), "output tokens/s": text("output_tokens_s", ".0f")}  # fmt: skip
+WAVE = {"requests that fit": ratio("fit"), "output tokens/s while all decode": ratio("decode_tokens_s"),
+        "of the whole wave": ratio("output_tokens_s"), "TTFT p50, s": text("p50_ttft_ms", ".1f", 1e-3),
+        "TTFT p99, s": text("p99_ttft_ms", ".1f", 1e-3)}  # fmt: skip
 OPTIONS = {"dtype": "dtype", "options": "options"}
 MIXED = {"requests": "requests", "context": "context", "dtype": "ms, tokens of the prompt:"}
 AGENTS = {"hit rate": "hit_rate", "TTFT p50, s": "ttft_p50_s", "TTFT p90, s": "ttft_p90_s", "turns/s": "turns_s",
@@ -222,29 +243,35 @@ def shows(names: Iterable[str] | Mapping[str, str]) -> dict[str, Show]:
     return {title: text(name) for title, name in titled.items()}
 
 
+SERVER = released("serve.csv", "auto", "fp8", *OURS)
+STARTS = released("startup.csv", "auto", "tq4", "turboquant25")
 SPECS: Mapping[str, Sequence[Spec]] = {
     "README.md": (
-        Spec("speed", "release/decode.csv", STEPS, STEP, CASE, LONG | {"dtype": ("auto", "fp8", "tq4",
-             "turboquant25")}),
-        Spec("quality", BEHIND, AFTER, kl, ("prompt",), {"setting": (CALIBRATED,)}, behind("prompt", dtypes=("tq4",
-             "turboquant35", "tq3", "turboquant25", "fp8", "int4_per_token_head"))),
+        Spec("throughput-summary", "release/throughput.csv", {"dtype": "20 GB of KV cache"}, WAVE, where={"dtype":
+             SHOWN}),
+        Spec("speed", "release/decode.csv", STEPS, STEP, CASE, LONG | {"dtype": SHOWN}),
+        Spec("quality", BEHIND, AFTER, kl, ("prompt",), {"setting": (CALIBRATED,)}, behind("prompt", dtypes=(*OURS,
+             "fp8"))),
     ),
     "docs/speed.md": (
         Spec("speed-summary", "release/decode.csv", STEPS, STEP, CASE, LONG | {"dtype": ("auto", *OURS)}),
-        Spec("steps", "release/decode.csv", STEPS, STEP, CASE),
-        Spec("steps-before", "decode.csv", STEPS, STEP, CASE, {"dtype": ("auto", "tq3", "int4_per_token_head",
-             "turboquant_4bit_nc")}),
+        Spec("steps", "release/decode.csv", STEPS, STEP, CASE, {"dtype": ("auto", "fp8", *OURS)}),
+        Spec("steps-others", released("decode.csv", *OTHERS), STEPS, STEP, CASE, {"dtype": ("auto", *OTHERS)}),
         Spec("steps-h100", "h100/decode.csv", STEPS, STEP, CASE),
         Spec("prefill", "release/prefill.csv", {"dtype": "tokens/s, tokens:"}, TOKENS_S, ("tokens",)),
-        Spec("recent-window", "recent_window.csv", {"dtype": "ms", "recent_tokens": "window"}, STEP, CASE,
+        Spec("recent-window", released("recent_window.csv"), {"dtype": "ms", "recent_tokens": "window"}, STEP, CASE,
              base={"recent_tokens": "0"}),
-        Spec("means", "means.csv", MEANS, ratio("p50_ms", digits=3), CASE, prepare=averaged, base={"means": "none"}),
-        Spec("mixed", "mixed.csv", MIXED, STEP, ("prompt",)),
+        Spec("means", released("means.csv"), MEANS, ratio("p50_ms", digits=3), CASE, prepare=averaged,
+             base={"means": "none"}),
+        Spec("mixed", released("mixed.csv", *SHOWN), MIXED, STEP, ("prompt",)),
         Spec("mixed-h100", "h100/mixed.csv", MIXED, STEP, ("prompt",)),
-        Spec("verify", "verify.csv", {"model": "shape", "drafts": "drafts", "dtype": "ms"}, STEP, CASE),
-        Spec("gpt-oss", "gpt_oss.csv", STEPS, STEP, CASE),
-        Spec("latent-steps", "glm_flash.csv", STEPS, STEP, CASE),
-        Spec("latent-prefill", "glm_flash_prefill.csv", {"dtype": "tokens/s, tokens:"}, TOKENS_S, ("tokens",)),
+        Spec("verify", released("verify.csv", "auto", "tq4"), DRAFTS, STEP, CASE, {"model": ("8b",)}),
+        Spec("verify-shapes", released("verify_shapes.csv", "auto", "tq4", before="verify.csv"), {"model": "shape"} |
+             DRAFTS, STEP, CASE, {"model": ("llama-70b-tp4", "qwen3-235b-tp4", "glm-4.5-tp8")}),
+        Spec("gpt-oss", released("gpt_oss.csv", "auto", "tq4"), STEPS, STEP, CASE),
+        Spec("latent-steps", released("glm_flash.csv", "auto", "tq4"), STEPS, STEP, CASE),
+        Spec("latent-prefill", released("glm_flash_prefill.csv", "auto", "tq4"), {"dtype": "tokens/s, tokens:"},
+             TOKENS_S, ("tokens",)),
         Spec("tensor-parallel", {"tensor_parallel_one.csv": "", "tensor_parallel.csv": ""}, {"ranks": "GPUs",
              "dtype": "ms"}, STEP, CASE, prepare=list),
         Spec("cpu", "cpu_engine.csv", {"what": "what", "dtype": "dtype"}, {"ms": text("ms"),
@@ -252,14 +279,14 @@ SPECS: Mapping[str, Sequence[Spec]] = {
              prepare=lambda rows: [row for row in rows if not row["reference_ms"]]),
     ),
     "docs/server.md": (
-        Spec("server-summary", "serve.csv", {"dtype": "96 requests at once"}, SERVED, where={"concurrency": ("96",),
+        Spec("throughput", "release/throughput.csv", {"dtype": "20 GB of KV cache"}, WAVE),
+        Spec("server-summary", SERVER, {"dtype": "96 requests at once"}, SERVED, where={"concurrency": ("96",),
              "dtype": ("auto", *OURS)}),
-        Spec("server", "serve.csv", {"concurrency": "requests at once", "dtype": "dtype"}, SERVED),
-        Spec("server-settings", {"async.csv": "", "serve_96.csv": ""}, OPTIONS,
+        Spec("server", SERVER, {"concurrency": "requests at once", "dtype": "dtype"}, SERVED),
+        Spec("server-settings", {released("async.csv", *SHOWN): "", released("serve_96.csv", *SHOWN): ""} | ({SERVER:
+             ""} if released("serve_96.csv", *SHOWN) != "serve_96.csv" else {}), OPTIONS,
              {"output tokens/s": text("output_tokens_s", ",.0f"), "TTFT, ms": text("p50_ttft_ms", ",.0f"),
-              "TPOT, ms": text("p50_tpot_ms", ".1f")}, prepare=last_options),
-        Spec("throughput", "throughput.csv", {"dtype": "dtype"}, {"requests that fit": ratio("fit"),
-             "output tokens/s, whole wave": ratio("output_tokens_s"), "while all decode": ratio("decode_tokens_s")}),
+              "TPOT, ms": text("p50_tpot_ms", ".1f")}, where={"concurrency": ("96",)}, prepare=last_options),
         Spec("prefixes", "prefixes.csv", OPTIONS, HITS, prepare=last_options),
         Spec("trace", "trace.csv", {"dtype": "dtype"}, HITS),
         Spec("agents", "agentic.csv", {"offload_gib": "GiB of host memory", "agents": "agents", "dtype": "dtype",
@@ -269,8 +296,9 @@ SPECS: Mapping[str, Sequence[Spec]] = {
         Spec("contexts", "offload_contexts.csv", {"dtype": "ms", "block": "tokens of a block"}, text("p50_ms",
              ".0f"), ("source",)),
         Spec("peers", "peers.csv", {"dtype": "dtype", "prefill_ranks": "ranks", "decode_ranks": "to"}, PEERS),
-        Spec("startup", "startup.csv", {"caches": "caches", "torch_compile": "torch.compile", "dtype": "dtype"},
-             {"on": lambda row, _: row["gpu"].split()[1]} | shows(STARTED), where={"commit": ("cab66d4", "b5be0f4")}),
+        Spec("startup", STARTS, {"caches": "caches", "torch_compile": "torch.compile", "dtype": "dtype"},
+             {"on": lambda row, _: row["gpu"].split()[1]} | shows(STARTED), where={} if "/" in STARTS else {"commit":
+             ("cab66d4", "b5be0f4")}),
     ),
     "docs/internals.md": (
         Spec("kernels-summary", "kernels.csv", KERNEL, MICROSECONDS, CASE, LONG | {"dtype": OURS, "kernel": ("cuda",)}),
@@ -330,6 +358,46 @@ SPECS: Mapping[str, Sequence[Spec]] = {
 """Page -> its tables."""
 
 
+AGAIN = {"steps-others": "others", "recent-window": "window0 window64", "means": "unmeant means", "mixed": "mixed",
+         "verify": "drafts", "verify-shapes": "llama qwen glm", "gpt-oss": "gptoss", "latent-steps": "latents",
+         "latent-prefill": "latents", "server-summary": "server", "server": "server",
+         "server-settings": "server streams engine", "startup": "startup compiled"}  # fmt: skip
+"""Table -> the parts of release.py that make its rows."""
+APART = {
+    "steps-h100": "another card", "mixed-h100": "another card", "tensor-parallel": "several GPUs", "cpu": "a CPU",
+    "prefixes": "minutes of a server per dtype", "trace": "minutes of a server per dtype",
+    "agents": "minutes of an engine per dtype", "reasoning": "minutes of an engine per dtype",
+    "contexts": "needs host memory and a disk", "peers": "several GPUs",
+}  # fmt: skip
+"""Table of docs/speed.md or docs/server.md -> why release.py does not make its rows."""
+SEVERAL = ("steps-others", "verify", "verify-shapes", "startup", "tensor-parallel", "agents", "reasoning", "contexts")
+"""Tables of these pages that may have rows of several commits or cards until their parts are measured again, or because
+each row is an engine of its own setting. All others have one commit, card and environment."""
+OLDER = "older"
+
+
+def made_with(rows: Iterable[Row]) -> set[tuple[str, ...]]:
+    """Cards, versions and commits of rows, but for those of arithmetic."""
+    return {tuple(row.get(key, "") for key in MACHINE) for row in rows if not is_arithmetic(row)}
+
+
+def older(specs: Sequence[Spec], up: str) -> str:
+    """The table of a page's tables that the release did not measure: on what they were, and why they are not of it."""
+    lines: dict[tuple[str, str], list[Row]] = {}
+    for spec in specs:
+        rows = spec.rows()
+        names = [name for name in dict.fromkeys(row["file"] for row in rows) if not name.startswith(f"{RELEASE}/")]
+        if names:
+            links = ", ".join(f"[{name}]({up}benchmarks/results/{name})" for name in names)
+            why = APART.get(spec.name) or f"not run yet: `--parts {AGAIN[spec.name]}`"
+            lines.setdefault((links, why), []).extend(rows)
+    table = Table(["rows", "measured on", "commits", "why not of the release"], 4)
+    for (links, why), rows in lines.items():
+        commits = dict.fromkeys(row["commit"] for row in rows if not is_arithmetic(row))
+        table.lines.append([links, made_on(rows), ", ".join(commits), why])
+    return table.markdown()
+
+
 def runs() -> str:
     """The content of results/runs.md: each file with what made it, a line per commit and command."""
     table = Table(["file", "what it is", "measured on", "commit", "command"], 5)
@@ -354,7 +422,10 @@ def made() -> dict[Path, str]:
     pages = {RESULTS / "runs.md": runs(), plan_figures.FILE: plan_figures.content()}
     for name, specs in SPECS.items():
         text = (REPO / name).read_text()
-        blocks = {spec.name: spec.block("../" * name.count("/")) for spec in specs}
+        up = "../" * name.count("/")
+        blocks = {spec.name: spec.block(up) for spec in specs}
+        if f"<!-- measured: {OLDER} -->" in text:
+            blocks[OLDER] = older(specs, up)
         markers = [match[2] for match in MARKED.finditer(text)]
         if sorted(markers) != sorted(blocks):
             raise ValueError(f"{name}: markers {sorted(markers)}, but tables {sorted(blocks)}")

@@ -1,6 +1,7 @@
 """One process a dtype, one after the other: each measures, and its rows go into CSV files as they come.
 
 The next dtype's process imports vLLM while this one's engine starts; it touches the device when this one is done. With
+--begin the first one imports vLLM, too, and touches the device when a file is there. With
 `together`, all processes start at once: then their engines must fit the device side by side. `take_turns` also starts
 all at once; each measures when all have started, a part of its load at a time.
 """
@@ -39,6 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser, *, timeout: int) -> None:
     add("--timeout", type=int, default=timeout, help="seconds a dtype may take (default: %(default)s)")
     add("--out", type=Path, default=Path("."), help="folder of the CSV files (default: here)")
     add("--commit", help="for the rows (default: what git says)")
+    add("--begin", type=Path, help="import everything, and touch the device when this file is there")
     add("--worker", help=argparse.SUPPRESS)
 
 
@@ -96,6 +98,8 @@ def run(
             for i, dtype in enumerate(options.dtypes):
                 for ahead in range(len(workers), len(options.dtypes) if together else min(i + 2, len(options.dtypes))):
                     workers.append(_start(script, options.dtypes[ahead], logs[ahead]))
+                while options.begin and not options.begin.exists():
+                    time.sleep(0.1)
                 started = time.monotonic()
                 if not _collect(dtype, workers[i], logs[i], options, commit):
                     failed.append(dtype)

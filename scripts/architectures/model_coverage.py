@@ -6,6 +6,7 @@ Each architecture runs as a tiny random model in a process of its own, in bf16 (
 process that crashes or takes too long gives a row as well.
 
     python scripts/architectures/model_coverage.py --parallel 12 --out models.json  # as many engines at once
+    python scripts/architectures/model_coverage.py --out some.json --into models.json  # runs nothing: puts rows into it
     python scripts/architectures/model_coverage.py --out models.json --markdown PAGE  # runs nothing: writes the table
 
 Columns; of two numbers, the first is the packed dtype's and the second, in brackets, that of `auto`:
@@ -60,12 +61,14 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--logs", type=Path, help="folder for what the engines print (default: none is kept)")
     add("--commit", default="", help="for the results")
     add("--markdown", type=Path, metavar="PAGE", help="put the table of --out into a page, and run nothing")
+    add("--into", type=Path, metavar="FILE", help="put the rows of --out into FILE, with their commit and PyTorch's "
+        "version, and run nothing")  # fmt: skip
     options = parser.parse_args(arguments)
-    if options.markdown:
-        others = {name: value for name, value in vars(options).items() if name not in ("markdown", "out")}
+    for alone in ("markdown", "into"):
+        others = {name: value for name, value in vars(options).items() if name not in (alone, "out")}
         idle = [f"--{name.replace('_', '-')}" for name, value in others.items() if value != parser.get_default(name)]
-        if idle:
-            parser.error(f"--markdown runs nothing, so that {', '.join(idle)} would have no effect; leave one out")
+        if getattr(options, alone) and idle:
+            parser.error(f"--{alone} runs nothing, so that {', '.join(idle)} would have no effect; leave one out")
     return options
 
 
@@ -74,6 +77,10 @@ def main() -> int:
     if options.markdown:
         page = options.markdown.read_text()
         options.markdown.write_text(with_table(page, json.loads(options.out.read_text())))
+        return 0
+    if options.into:
+        results = with_rows(json.loads(options.into.read_text()), json.loads(options.out.read_text()))
+        options.into.write_text(as_text(results))
         return 0
     prepare_environment(small_model=True)
     os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")  # tokens are greedy
@@ -118,10 +125,27 @@ def measure(options: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
             row = row_of(job.architecture, options.dtype, read_events(job.results), "timeout" if late else "", ended)
             rows.append({**row, "seconds": round(seconds, 1)})
             print(f"{job.architecture}: {row['result']}, {seconds:.0f} s  {row.get('reason', '')}", flush=True)
-            order = {name: number for number, name in enumerate(MODELS)}
-            rows.sort(key=lambda row: order[row["architecture"]])
-            options.out.write_text(json.dumps({**machine(options), "rows": rows}, indent=1, ensure_ascii=False) + "\n")
+            rows.sort(key=in_order)
+            options.out.write_text(as_text({**machine(options), "rows": rows}))
     return rows
+
+
+def in_order(row: dict[str, Any]) -> int:
+    """Return the place of a row's architecture in `MODELS`."""
+    return list(MODELS).index(row["architecture"])
+
+
+def as_text(results: dict[str, Any]) -> str:
+    """Return the content of a file of results."""
+    return json.dumps(results, indent=1, ensure_ascii=False) + "\n"
+
+
+def with_rows(results: dict[str, Any], later: dict[str, Any]) -> dict[str, Any]:
+    """Return `results` with the rows of a later run, of some architectures, each with that run's commit and PyTorch."""
+    made_with = {"commit": later["commit"], "torch": later["torch"]}
+    rows = {row["architecture"]: row for row in results["rows"]}
+    rows |= {row["architecture"]: {**row, **made_with} for row in later["rows"]}
+    return {**results, "rows": sorted(rows.values(), key=in_order)}
 
 
 def begin(context: Any, architecture: str, options: argparse.Namespace, folder: Path) -> Job:
@@ -230,13 +254,18 @@ def cells(row: dict[str, Any]) -> list[str]:
     works = "works" if head_sizes else "works: no keys and values"
     return [
         *found,
-        f"{works} ({row['commit']})" if "commit" in row else works,
+        f"{works} ({of_run(row)})" if "commit" in row else works,
         f"{ratio:.2f}",
         ", ".join(name.removeprefix("PACKED_KV_") for name in packed["backends"]),
         "yes" if packed["graphs"] == auto["graphs"] != "NONE" else f"{packed['graphs']} ({auto['graphs']})",
         f"{packed['distance'] / scale:.1%} ({auto['distance'] / scale:.1%})",
         f"{packed['equal_tokens']:.0%} ({auto['equal_tokens']:.0%})",
     ]
+
+
+def of_run(row: dict[str, Any]) -> str:
+    """Return what a row of a later run was made with."""
+    return f"{row['commit']}, PyTorch {row['torch'].split('+')[0]}" if "torch" in row else row["commit"]
 
 
 def short(reason: str) -> str:

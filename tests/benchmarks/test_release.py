@@ -1,8 +1,12 @@
-"""The release measurement: what ended well is not repeated, and rows of a file are of one commit and card."""
+"""The release measurement: what ended well is not repeated, rows of a file are of one commit and card, and
+`benchmarks/adopt.py` makes the docs' tables of them."""
 
 from __future__ import annotations
 
+import shutil
+import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +33,28 @@ def release(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     (tmp_path / "fake.py").write_text(SCRIPT)
     monkeypatch.setattr(release, "HERE", tmp_path)
     monkeypatch.setattr(release, "PARTS", {"steps": release.Part("fake.py", "", ("auto", "fp8", "tq4"))})
+    monkeypatch.setattr(release, "ESSENTIAL", ("steps",))
     monkeypatch.chdir(tmp_path)
     return release
+
+
+WAITING = """
+import sys, time
+from pathlib import Path
+arguments = sys.argv
+given = {name: arguments[arguments.index(name) + 1] for name in ("--dtypes", "--out", "--commit", "--begin")}
+with Path("order").open("a") as order:
+    order.write(f"start {given['--dtypes']}\\n")
+while not Path(given["--begin"]).exists():
+    time.sleep(0.01)
+with Path("order").open("a") as order:
+    order.write(f"go {given['--dtypes']}\\n")
+time.sleep(1)
+row = f"dtype,gpu,vllm,torch,triton,commit\\n{given['--dtypes']},card,1,2,3,{given['--commit']}\\n"
+(Path(given["--out"]) / "decode.csv").write_text(row)
+with Path("order").open("a") as order:
+    order.write(f"end {given['--dtypes']}\\n")
+"""
 
 
 def call(release: Any, monkeypatch: pytest.MonkeyPatch, *options: str) -> int:
@@ -87,3 +111,82 @@ def test_a_shape_that_does_not_fit_is_no_end(release: Any, monkeypatch: pytest.M
     script.write_text(script.read_text() + 'print("tq4: 32x8192 does not fit the KV cache")\n')
     assert call(release, monkeypatch, "--dtypes", "tq4", "--commit", "abc") == 1
     assert not (tmp_path / "out/runs/steps-tq4/done").exists()
+
+
+def test_the_next_run_imports_while_one_measures(release: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "fake.py").write_text(WAITING)
+    monkeypatch.setattr(release, "AHEAD", ("fake.py",))
+    assert call(release, monkeypatch, "--commit", "abc") == 0
+    order = (tmp_path / "order").read_text().splitlines()
+    assert order.index("start fp8") < order.index("end auto") < order.index("go fp8")
+    assert order.index("start tq4") < order.index("end fp8") < order.index("go tq4")
+
+
+def test_a_run_that_takes_too_long_is_ended(
+    release: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    """With the processes that it has started."""
+    child = "import subprocess, sys, time; p = subprocess.Popen(['sleep', '60']); open('pid', 'w').write(str(p.pid))"
+    (tmp_path / "fake.py").write_text(f"{child}; time.sleep(60)\n")
+    monkeypatch.setattr(release, "PARTS", {"steps": release.Part("fake.py", "", ("auto",), seconds=1)})
+    started = time.monotonic()
+    assert call(release, monkeypatch, "--commit", "abc", "--seconds", "2") == 1
+    assert time.monotonic() - started < 20 and "steps auto: stopped after 2 s" in capsys.readouterr().out
+    stat = Path("/proc", (tmp_path / "pid").read_text(), "stat")
+    assert not stat.exists() or stat.read_text().split()[2] == "Z"
+
+
+def test_options_of_each_part_are_those_of_its_script() -> None:
+    """Each script has the options of its parts, and each renamed file an entry."""
+    import adopt
+    import release
+
+    for name, part in release.PARTS.items():
+        text = (release.HERE / part.script).read_text() + (release.HERE / "workers.py").read_text()
+        own = [word for word in part.options.split() if word.startswith("--")] + ["--csv" if part.csv else "--out"]
+        text += (release.HERE / "made_up_calibration.py").read_text()
+        assert [word for word in own if f'"{word}"' not in text] == [], name
+        assert "-" not in name and {*part.files.values(), part.csv or "decode.csv"} <= {*adopt.WHAT}
+    assert set(release.ESSENTIAL) <= set(release.PARTS)
+
+
+def test_a_release_is_adopted(tmp_path: Path) -> None:
+    """Into the files, runs.toml and the tables of a copy of the checkout; rows that are lost are named."""
+    import rows
+
+    shutil.copytree(REPO / "benchmarks", tmp_path / "benchmarks")
+    for page in ("README.md", "docs", "overlay/packed_kv/planning/measured.json"):
+        (tmp_path / page).parent.mkdir(parents=True, exist_ok=True)
+        (shutil.copytree if (REPO / page).is_dir() else shutil.copy)(REPO / page, tmp_path / page)
+    results, out = tmp_path / "benchmarks/results/release", tmp_path / "out"
+    found = {row["dtype"]: row for row in rows.read(results / "throughput.csv")}
+    for dtype in ("auto", "fp8", "tq4", "turboquant25"):
+        row = {**found.get(dtype, found["tq4"]), "dtype": dtype, "decode_tokens_s": "4321", "commit": "1234abc"}
+        (out / "runs" / f"throughput-{dtype}").mkdir(parents=True)
+        rows.append(out / "runs" / f"throughput-{dtype}" / "throughput.csv", row)
+        (out / "runs" / f"throughput-{dtype}" / "done").write_text("1234abc")
+    (out / "runs" / "mixed-auto").mkdir()  # which has not ended well
+    rows.append(out / "runs" / "mixed-auto" / "mixed.csv", {"dtype": "auto"})
+    steps = (results / "decode.csv").read_text()
+    report = REPO / "benchmarks/results/generate-smollm2/uncalibrated.json"
+    (out / "runs" / "quality-calibrated").mkdir()
+    (out / "runs" / "quality-calibrated" / "done").write_text("1234abc")
+    shutil.copy(report, out / "runs" / "quality-calibrated" / "uncalibrated.json")
+
+    def adopt() -> str:
+        command = [sys.executable, str(tmp_path / "benchmarks/adopt.py"), str(out)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    said = adopt()
+    assert "release/throughput.csv: 4 rows of turboquant25, tq4, fp8, auto" in said and "no longer" not in said
+    assert "generate-smollm2/uncalibrated.json" in said
+    assert "rewritten: README.md, benchmarks/results/runs.md, docs/server.md" in said
+    assert "| turboquant25 | 60 (3.75) | 4,321 (1.00) |" in (tmp_path / "README.md").read_text()
+    assert (results / "decode.csv").read_text() == steps and not (results / "mixed.csv").exists()
+    runs = (tmp_path / "benchmarks/results/runs.toml").read_text()
+    assert runs.count('"release/throughput.csv"') == 1 and "--parts throughput" in runs
+    assert "\r" not in (results / "throughput.csv").read_text()
+    (out / "runs/throughput-tq4/done").unlink()
+    assert "no longer there: dtype tq4, requests 60" in adopt()

@@ -86,3 +86,17 @@ def test_a_page_is_made_from_results_alone(capsys: pytest.CaptureFixture[str]) -
             ["--parallel", "12", "--new-tokens", "4", "--out", "models.json", "--markdown", "PAGE"]
         )
     assert "--markdown runs nothing, so that --parallel, --new-tokens would have no effect" in capsys.readouterr().err
+
+
+def test_rows_of_a_later_run_say_what_they_were_made_with() -> None:
+    """Those of other architectures, and the card, stay as they are."""
+    results = json.loads(RESULTS.read_text())
+    row = next(row for row in results["rows"] if row["architecture"] == "GptOssForCausalLM")
+    found = model_coverage.with_rows(
+        results, {**results, "commit": "1234abc", "torch": "2.14.0+cu130", "rows": [{**row, "seconds": 1.5}]}
+    )
+    assert [row for row in found["rows"] if row not in results["rows"]] == [
+        {**row, "seconds": 1.5, "commit": "1234abc", "torch": "2.14.0+cu130"}
+    ]
+    assert len(found["rows"]) == len(results["rows"]) and found["commit"] == results["commit"]
+    assert "| works (1234abc, PyTorch 2.14.0) |" in model_coverage.table(found)
