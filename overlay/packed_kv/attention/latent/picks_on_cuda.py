@@ -92,7 +92,7 @@ class CudaPicks(PickKernels):
         """The workspace, sized when this is first called, in the engine's start."""
         taken = current_workspace_manager().get_simultaneous(*self.specs)
         fields = len(PickMemory._fields) - 1
-        return PickMemory(*taken[:fields], tuple(taken[fields:]))
+        return PickMemory._make((*taken[:fields], tuple(taken[fields:])))
 
     def decode(
         self, metadata: SparseLatentMetadata, cache: torch.Tensor, queries: Queries, picks: torch.Tensor,
