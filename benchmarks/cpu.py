@@ -79,7 +79,7 @@ def gate(kernel: CpuDecode, cache: torch.Tensor, table: torch.Tensor, query: tor
     """Raise ValueError if the kernel is not within `BOUND` of the reference over the first request's first tokens."""
     output = torch.empty(1, *query.shape[1:])
     first, length = torch.tensor([0, 1], dtype=torch.int32), torch.tensor([tokens], dtype=torch.int32)
-    kernel(query[:1].float(), cache, table[:1], first, length, output)
+    kernel.bind(query[:1].float(), cache, table[:1], first, length, output)()
     wanted, _ = attend(kernel.codec, cache, table[0], tokens, query[:1].float(), kernel.options)
     error = ((output - wanted).square().mean() / wanted.square().mean()).sqrt().item()
     if error > BOUND:

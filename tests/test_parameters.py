@@ -34,10 +34,9 @@ EXCEPTIONS = {
         "overlay/packed_kv/planning/plan.py Row",
         "quality/packed_kv_quality/generation.py Continuation",
     ),
-    "settings of a command, made by keyword in one place": (
+    "settings of a command, as its report has them": (
         "quality/packed_kv_quality/generation.py GenerationSettings",
         "quality/packed_kv_quality/measurement.py Settings",
-        "tests/soak/soak_clients.py Load",
     ),
     "fields for all kinds of layers, of which each has few": ("overlay/packed_kv/model_shape.py Layer",),
     "cases of tests, which name by keyword what differs from the defaults": (

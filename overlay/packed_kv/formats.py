@@ -215,9 +215,6 @@ class Format:
         return 2 * head_dim * 2 / self.slot_bytes(head_dim)
 
 
-NULL_FORMAT = Format("null", rotation="identity", bits=16)
-"""The format of `NULL_CODE`, no entry of `FORMATS`."""
-
 FORMATS: dict[str, Format] = {
     fmt.name: fmt
     for fmt in (

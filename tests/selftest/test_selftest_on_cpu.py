@@ -14,7 +14,6 @@ from packed_kv.attention.latent.cpu import CpuLatents
 from packed_kv.attention.store import reference_pair_store
 from packed_kv.codecs import scalar
 from packed_kv.formats import FORMATS
-from packed_kv.kernels.cpu.decode import CpuDecode
 from packed_kv.kernels.cpu.gather import CpuGather
 from packed_kv.kernels.cpu.store import CpuStore
 from packed_kv.selftest import __main__ as process
@@ -96,12 +95,12 @@ def spoil_ring(_store: CpuStore, *arguments: Any, **_: Any) -> None:
         ring[1, 0, 0, 0] ^= 1
 
 
-def spoil_output(_decode: CpuDecode, *arguments: Any, **_: Any) -> None:
-    arguments[5][-1] *= 1.002
+def spoil_output(_kernel: cpu.CpuPairs, *arguments: Any, **_: Any) -> None:
+    arguments[4][-1] *= 1.002
 
 
-def flip_a_bit(_decode: CpuDecode, *arguments: Any, **_: Any) -> None:
-    arguments[5].view(torch.int16)[-1, -1, -1] ^= 1
+def flip_a_bit(_kernel: cpu.CpuPairs, *arguments: Any, **_: Any) -> None:
+    arguments[4].view(torch.int16)[-1, -1, -1] ^= 1
 
 
 def spoil_prefix(_gather: CpuGather, *arguments: Any, **_: Any) -> None:
@@ -123,8 +122,8 @@ def before_scaled(quantize: Callable) -> Callable:
 FAULTS = {
     "a bit of a page": (CpuStore, "__call__", behind(spoil_page), "store", "of the bytes differ"),
     "a bit of a ring": (CpuStore, "__call__", behind(spoil_ring), "store", "of the bytes differ"),
-    "an output": (CpuDecode, "__call__", behind(spoil_output), "decode", "relative error"),
-    "now and then": (CpuDecode, "__call__", behind(Now(7, flip_a_bit)), "decode", "launches left other bits"),
+    "an output": (cpu.CpuPairs, "attend", behind(spoil_output), "decode", "relative error"),
+    "now and then": (cpu.CpuPairs, "attend", behind(Now(7, flip_a_bit)), "decode", "launches left other bits"),
     "a prefix": (CpuGather, "__call__", behind(spoil_prefix), "gather", "relative error"),
     "latents": (CpuLatents, "attend", behind(spoil_latents), "latents", "relative error"),
     "the window's edge": (metadata, "fill_slots", behind(read_ring_later), "decode", "relative error"),

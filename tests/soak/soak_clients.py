@@ -18,6 +18,9 @@ from typing import Any
 import aiohttp
 from soak_server import NAME
 
+CANCELLED_SHARE = 0.1
+"""Share of the requests, but for the sample's, that are cancelled."""
+
 
 @dataclass(frozen=True)
 class Load:
@@ -31,7 +34,6 @@ class Load:
     prefixes: int = 4
     samples: int = 8
     sample_share: float = 0.1
-    cancelled_share: float = 0.1
 
     def prefix_tokens(self, number: int) -> list[int]:
         return random.Random(f"prefix {number}").choices(range(3, self.vocabulary), k=self.prefix)
@@ -103,7 +105,7 @@ async def client(
             prompt = load.prompt_tokens(draw) if sample is None else load.sample_prompt(sample)
             length = load.sample_answer if sample is not None else draw.randint(1, load.answer)
             cancel_at = (
-                draw.randrange(1, length + 1) if sample is None and draw.random() < load.cancelled_share else None
+                draw.randrange(1, length + 1) if sample is None and draw.random() < CANCELLED_SHARE else None
             )
             result.requests += 1
             made: list[int] = []

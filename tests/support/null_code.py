@@ -7,8 +7,24 @@ later, for engines. What is wrong with it is wrong with paging, not with quantis
 from __future__ import annotations
 
 import pytest
-from packed_kv.codecs.rotations import ROTATIONS, Identity
-from packed_kv.formats import CODES, FORMATS, NULL_CODE, NULL_FORMAT
+import torch
+from packed_kv.codecs.rotations import ROTATIONS
+from packed_kv.formats import CODES, FORMATS, NULL_CODE, Format
+
+NULL_FORMAT = Format("null", rotation="identity", bits=NULL_CODE.bits)
+
+
+class Identity:
+    """No rotation."""
+
+    def __init__(self, size: int, device: torch.device) -> None:
+        self.constants = torch.ones(size, device=device)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """`x` fp32 [..., size], as it is."""
+        return x
+
+    inverse = forward
 
 
 def register(patch: pytest.MonkeyPatch) -> str:

@@ -63,7 +63,7 @@ class CpuPairs(DecodeKernel[DecodeBatch, None]):
         output: torch.Tensor | None = None,
     ) -> None:  # fmt: skip
         assert output is not None
-        self.decode(queries[0], cache, step.block_table, step.query_start, step.seq_lens, output, ring)
+        self.decode.bind(queries[0], cache, step.block_table, step.query_start, step.seq_lens, output, ring)()
 
 
 class Sizes(NamedTuple):

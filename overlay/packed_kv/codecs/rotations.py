@@ -92,20 +92,7 @@ class Quaternion:
         return _hamilton_product((w, -i, -j, -k), y)
 
 
-class Identity:
-    """No rotation: that of `NULL_FORMAT`, no entry of `ROTATIONS`."""
-
-    def __init__(self, size: int, device: torch.device) -> None:
-        self.constants = torch.ones(size, device=device)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """`x` fp32 [..., size], as it is."""
-        return x
-
-    inverse = forward
-
-
-Rotation = Hadamard | Givens | Quaternion | Identity
+Rotation = Hadamard | Givens | Quaternion
 
 ROTATIONS: dict[str, Callable[[int, torch.device], Rotation]] = {
     "hadamard": Hadamard,

@@ -110,7 +110,7 @@ class Batch:
         output = torch.full((tokens, self.query_heads, self.codec.value.head_dim), torch.nan, dtype=dtype)
         lse = torch.full((tokens, self.query_heads), torch.nan)
         where = (self.cache, self.table, self.query_start, self.seq_lens)
-        kernel(self.query.to(dtype), *where, output, self.ring, lse, self.shard)
+        kernel.bind(self.query.to(dtype), *where, output, self.ring, lse, self.shard)()
         return output.float(), lse
 
     def reference(

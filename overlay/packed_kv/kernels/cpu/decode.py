@@ -15,6 +15,7 @@ from ..kernel_layout import kernel_layout
 from .build import SIMD, Program, load_library
 from .compiler import Target
 from .constants import constants_header
+from .jobs import Jobs
 from .tables import add_ring
 
 PROGRAM = Program(
@@ -74,7 +75,7 @@ class CpuDecode:
     Args:
         codec: of the layer, on the CPU.
         query_heads, kv_heads: of this rank; of all ranks that split the tokens, where there are several.
-        options: see `DecodeOptions`; `sinks` are read at each call.
+        options: see `DecodeOptions`; `sinks` are read at each `bind`.
         target: what to compile for; None: the best of this processor.
 
     Raises:
@@ -93,14 +94,11 @@ class CpuDecode:
         self.codec, self.query_heads, self.kv_heads, self.options = codec, query_heads, kv_heads, options
         header = constants_header(kernel_layout(codec.layout), codec.key.fmt.rotation)
         library = load_library(PROGRAM, header, target)
-        self._decode, self._workspace_bytes = library.decode, library.decode_workspace_bytes
-        self._decode.restype, self._workspace_bytes.restype = None, ctypes.c_int64
-        self._decode.argtypes = self._workspace_bytes.argtypes = [ctypes.POINTER(Arguments)]
+        self._jobs = Jobs(library, "decode", Arguments)
         self._held: dict[str, torch.Tensor] = {}
-        self._workspace = torch.empty(0, dtype=torch.uint8)
         self._fixed = self._fixed_arguments()
 
-    def __call__(
+    def bind(
         self,
         query: torch.Tensor,
         cache: torch.Tensor,
@@ -111,8 +109,9 @@ class CpuDecode:
         ring: Ring | None = None,
         lse: torch.Tensor | None = None,
         shard: tuple[int, int, int] = (1, 0, 1),
-    ) -> None:
-        """Attention of requests' newest tokens over all of their cached tokens, the newest included.
+    ) -> Callable[[], None]:
+        """Return a function that attends with requests' newest tokens over all of their cached tokens, the newest
+        included. It reads the contents of these tensors at each call, and holds only until the next `bind`.
 
         Args:
             query: fp32, bf16 or fp16 [tokens or more, query heads, head_dim].
@@ -127,22 +126,6 @@ class CpuDecode:
                 sinks included; None: it is not wanted.
             shard: (ranks, rank, run) of `attention.context_shard.ContextShard`.
         """
-        self.bind(query, cache, block_table, query_start, seq_lens, output, ring, lse, shard)()
-
-    def bind(
-        self,
-        query: torch.Tensor,
-        cache: torch.Tensor,
-        block_table: torch.Tensor,
-        query_start: torch.Tensor,
-        seq_lens: torch.Tensor,
-        output: torch.Tensor,
-        ring: Ring | None = None,
-        lse: torch.Tensor | None = None,
-        shard: tuple[int, int, int] = (1, 0, 1),
-    ) -> Callable[[], None]:
-        """Return what attends once or more to these tensors, whose contents it reads when it is called. See `__call__`.
-        It holds only until the next `bind`."""
         key_dim, value_dim = self.codec.key.head_dim, self.codec.value.head_dim
         assert query.shape[1:] == (self.query_heads, key_dim) and query.stride(2) == 1, (query.shape, query.stride())
         assert output.shape[1:] == (self.query_heads, value_dim) and output.stride(2) == 1, (output.shape,)
@@ -170,8 +153,8 @@ class CpuDecode:
             add_ring(batch, ring)
         batch.shard_ranks, batch.shard_rank, batch.shard_run = shard
         batch.threads = torch.get_num_threads()
-        batch.workspace = self._reserve(self._workspace_bytes(ctypes.byref(batch)))
-        decode, reference = self._decode, ctypes.byref(batch)
+        batch.workspace = self._jobs.reserve(batch)
+        decode, reference = self._jobs.function, ctypes.byref(batch)
 
         def attend(_held: object = held) -> None:
             decode(reference)
@@ -212,9 +195,3 @@ class CpuDecode:
         arguments.means, arguments.means_stride = means.data_ptr(), means.stride(0) if means.shape[0] > 1 else 0
         arguments.spectrum, arguments.mean_blocks = transform.spectrum.data_ptr(), transform.mean_blocks
         arguments.mean_block_tokens = transform.block_tokens
-
-    def _reserve(self, size: int) -> int:
-        """Return the address of at least `size` bytes, a multiple of 64."""
-        if self._workspace.shape[0] < size + 64:
-            self._workspace = torch.empty(size + size // 4 + 64, dtype=torch.uint8)
-        return -(-self._workspace.data_ptr() // 64) * 64

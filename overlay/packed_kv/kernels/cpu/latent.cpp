@@ -187,7 +187,7 @@ void LatentDecode::merge_parts(const Run<LatentDecode>& run, long r, long) {
 }
 
 // Bytes of workspace that a call needs; its address must be a multiple of 64.
-EXPORTED int64_t latent_workspace_bytes(const LatentArguments* arguments) {
+EXPORTED int64_t latent_decode_workspace_bytes(const LatentArguments* arguments) {
   return bytes_of_run<LatentDecode>(*arguments);
 }
 

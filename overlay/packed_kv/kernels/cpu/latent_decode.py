@@ -15,6 +15,7 @@ from ..kernel_layout import kernel_layout
 from .build import SIMD, Program, load_library
 from .compiler import Target
 from .constants import constants_header, number_line, numbers_line
+from .jobs import Jobs
 from .tables import ELEMENT_TYPES, add_ring
 
 PROGRAM = Program("latent.cpp", (*SIMD, "jobs.h", "latent_tile.h", "numbers.h", "pages.h", "softmax.h", "threads.h"))
@@ -86,10 +87,7 @@ class CpuLatentDecode:
     def __init__(self, codec: LatentCodec, scale: float, *, target: Target | None = None) -> None:
         self.codec, self.scale = codec, scale
         library = load_library(PROGRAM, latent_header(codec), target)
-        self._decode, self._workspace_bytes = library.latent_decode, library.latent_workspace_bytes
-        self._decode.restype, self._workspace_bytes.restype = None, ctypes.c_int64
-        self._decode.argtypes = self._workspace_bytes.argtypes = [ctypes.POINTER(Arguments)]
-        self._workspace = torch.empty(0, dtype=torch.uint8)
+        self._jobs = Jobs(library, "latent_decode", Arguments)
 
     def __call__(
         self,
@@ -143,8 +141,5 @@ class CpuLatentDecode:
             call.constant = constant.data_ptr()
         if ring is not None:
             add_ring(call, ring)
-        size = self._workspace_bytes(call) + 64
-        if len(self._workspace) < size:
-            self._workspace = torch.empty(size + size // 4, dtype=torch.uint8)
-        call.workspace = -(-self._workspace.data_ptr() // 64) * 64
-        self._decode(call)
+        call.workspace = self._jobs.reserve(call)
+        self._jobs.function(call)
