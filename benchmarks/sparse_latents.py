@@ -52,7 +52,7 @@ class Batch:
         self.query = torch.randn(tokens, heads, RANK + ROPE, device="cuda").to(BF16)
 
     def padded_query(self) -> torch.Tensor:
-        """With FlashMLA's heads."""
+        """Queries with FlashMLA's heads."""
         return torch.nn.functional.pad(self.query, (0, 0, 0, (64 if self.heads <= 64 else 128) - self.heads))
 
     def caches(self, source: torch.Tensor) -> list[torch.Tensor]:

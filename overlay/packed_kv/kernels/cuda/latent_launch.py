@@ -202,7 +202,7 @@ class CudaLatentDecode(CudaKernel[int]):
     """
 
     step_bytes: int = CALL_ARGUMENTS.size + STEP_ARGUMENTS.size
-    """Of the arguments before those of the layer."""
+    """Bytes of the arguments before those of the layer."""
 
     def __init__(
         self, page: PageLayout | RowLayout, cache: torch.Tensor, heads: int, query: torch.dtype,

@@ -16,7 +16,7 @@ from ..checks import check_int32
 from .latent_launch import CudaLatentDecode, Parts, Step, call_arguments, make_step, shape_of
 
 PICK_ARGUMENTS = struct.Struct("=2Q2I")
-"""What `Arguments` in latent.cu has of picks, between the parts of the step and of the layer."""
+"""The part of `Arguments` in latent.cu on picks, between those of the step and of the layer."""
 
 
 class PickStep(NamedTuple):
