@@ -184,7 +184,6 @@ INLINE bool any_lane(bool predicate) {
         return any;
     });
 }
-INLINE void prefetch_line(const u8*) {}
 INLINE u32 lanes_where(bool predicate) {
     return exchange(ANY, predicate, 0, [](Meeting& w, int) {
         u32 all = 0;

@@ -12,9 +12,8 @@
 namespace wide {
 
 constexpr int SHARE = 2;  // by measurement
-// Registers of a thread of each warpgroup; 504 in all. Rows are found by more of them than pages are: with 96 they spill.
-constexpr int ATTEND_REGISTERS = HAS_PICKS ? 192 : 208, SECOND_REGISTERS = 200;
-constexpr int UNPACK_REGISTERS = 504 - ATTEND_REGISTERS - SECOND_REGISTERS;
+// Registers of a thread of each warpgroup; 504 in all.
+constexpr int ATTEND_REGISTERS = 208, SECOND_REGISTERS = 200, UNPACK_REGISTERS = 96;
 
 constexpr int TILE_BYTES = (BLOCKS + 1) * BLOCK_BYTES;  // the last block is RoPE's
 // `*_full`: barriers at which the warps that fill a stage arrive, once each, and those wait that read it. `*_empty`:
@@ -244,7 +243,7 @@ INLINE void init_shared(u32 base) {
 INLINE void mask(u32 picked_at, int column, float (&s)[32]) {
     u32 picked[4];
     load_shared_4(picked_at, picked);
-    if (__builtin_expect((picked[0] & picked[1] & picked[2] & picked[3]) == 0xFFFF, 1)) return;
+    if (__builtin_expect(!any_lane((picked[0] & picked[1] & picked[2] & picked[3]) != 0xFFFF), 1)) return;
     for_each<32>([&](auto j) {
         constexpr int bit = j.value / 4 % 2 * 8 + j.value % 2;
         if (!(picked[j.value / 8] >> (column + bit) & 1)) s[j.value] = minus_infinity();

@@ -10,56 +10,40 @@
 constexpr u32 BLOCK_TOKENS = MICRO_BLOCKS * 16, NO_ROW = ~0u;
 static_assert(GROUPS == BLOCKS && ROW_BYTES % 16 == 0 && ROPE_AT % 16 == 0 && SCALES_AT % 16 == 0, "whole 16 bytes");
 
-// Rows are brought to L2 a tile before they are loaded where threads load them, in two halves of a tile each: a row comes
-// from anywhere in the cache, and half a tile's work does not hide the latency of DRAM. Bulk copies come a tile ahead.
-constexpr bool PREFETCHES = ROWS > 32;
-constexpr u32 LINE_BYTES = 128;
-
 // The picks of a partition's tiles in turn; a warp has 16 of each, a lane the one of its number modulo 16. As `Reader` of
-// latent_pages.cuh otherwise. A row is found by two loads, one behind the other: picks come three tiles ahead, blocks of
-// the table two, and rows are known one tile ahead.
+// latent_pages.cuh otherwise. A row is found by two loads, one behind the other: picks come two tiles ahead, and blocks of
+// the table one. Which request the query token belongs to is loaded once a run. Lanes choose what they load and do not
+// branch: behind a branch of lanes the compiler keeps in a register a lane what is uniform of a run, and spills it.
 struct Reader {
     const Arguments& a;
     Runs run;
     int tile;  // its number in the run
     int warp, own_first, step;
+    u32 request;
     u32 base, runs;  // tiles of the runs before this one; runs so far, this one included
-    u32 row, row_ahead;  // the lane's, and of the next tile: in units of 16 bytes from the start of the cache; or NO_ROW
-    int pick_ahead, pick_after;  // of the tile behind the next one, and of the one behind that
-    u32 block_ahead;             // of `pick_ahead`
+    u32 row;         // the lane's, in units of 16 bytes from the start of the cache; or NO_ROW
+    int pick_ahead, pick_after;  // of the next tile, and of the one behind it
+    u32 block_ahead;             // of the next tile's pick
 
     INLINE Reader(const Arguments& a, int warp, int first = 0, int step = 1)
-        : a(a), run(a), tile(0), warp(warp), own_first(first), step(step), base(0), runs(0), row(NO_ROW), row_ahead(NO_ROW),
+        : a(a), run(a), tile(0), warp(warp), own_first(first), step(step), request(0), base(0), runs(0), row(NO_ROW),
           pick_ahead(-1), pick_after(-1), block_ahead(0) {
         run.count = 0;
     }
     INLINE int pick_of(int i) const {
         const int number = (run.first + i) * TILE + warp * 16 + threadIdx.x % 16;
-        if (i >= run.count || number >= run.tokens) return -1;
-        return load_int(a.picks + (u64)run.index * a.pick_stride + number);
+        const bool is_there = i < run.count && number < run.tokens;
+        const int found = load_int(a.picks + (u64)run.index * a.pick_stride + (is_there ? number : 0));
+        return is_there ? found : -1;
     }
     INLINE bool is_pick(int pick) const { return (u32)pick < a.table_columns * BLOCK_TOKENS; }
     INLINE u32 block_of(int pick) const {
-        if (!is_pick(pick)) return 0;
-        const u64 own = (u64)load_int(a.requests + run.index) * a.table_stride;
-        return load_int(a.block_table + own + (u32)pick / BLOCK_TOKENS);
-    }
-    INLINE u32 row_at(int pick, u32 block) const {
-        if (!is_pick(pick)) return NO_ROW;
-        return block * (a.block_stride / 16) + (u32)pick % BLOCK_TOKENS * (ROW_BYTES / 16);
-    }
-    // Lanes l and l + 16 have the same row, and every second line of it each. Lines from its first byte on reach its last
-    // one, as no line begins behind that.
-    INLINE void prefetch(u32 wanted) const {
-        if (!PREFETCHES || wanted == NO_ROW) return;
-        const u8* first = a.cache + (u64)wanted * 16;
-#pragma unroll
-        for (u32 at = 0; at < ROW_BYTES; at += 2 * LINE_BYTES) {
-            const u32 own = at + threadIdx.x % 32 / 16 * LINE_BYTES;
-            prefetch_line(first + min(own, (u32)ROW_BYTES - 1));
-        }
+        const u32 column = is_pick(pick) ? (u32)pick / BLOCK_TOKENS : 0;
+        return load_int(a.block_table + (u64)request * a.table_stride + column);
     }
     INLINE bool next() {
+        int pick = pick_ahead;
+        u32 block = block_ahead;
         tile += step;
         if (tile >= run.count) {
             do {
@@ -68,15 +52,14 @@ struct Reader {
                 runs++;
             } while (own_first >= run.count);
             tile = own_first;
-            const int pick = pick_of(tile);
-            pick_ahead = pick_of(tile + step), pick_after = pick_of(tile + 2 * step);
-            row_ahead = row_at(pick, block_of(pick)), block_ahead = block_of(pick_ahead);
+            request = load_int(a.requests + run.index);
+            pick = pick_of(tile), pick_after = pick_of(tile + step);
+            block = block_of(pick);
         }
-        row = row_ahead;
-        row_ahead = row_at(pick_ahead, block_ahead);
-        prefetch(row_ahead);
+        const u32 found = block * (a.block_stride / 16) + (u32)pick % BLOCK_TOKENS * (ROW_BYTES / 16);
+        row = is_pick(pick) ? found : NO_ROW;
         pick_ahead = pick_after, block_ahead = block_of(pick_ahead);
-        pick_after = pick_of(tile + 3 * step);
+        pick_after = pick_of(tile + 2 * step);
         return true;
     }
     INLINE const u8* source() const { return a.cache + (u64)row * 16; }

@@ -126,8 +126,6 @@ INLINE u32 transpose_matrix(u32 pair) {
 INLINE float shuffle_xor(float x, int mask) { return __shfl_xor_sync(0xFFFFFFFFu, x, mask); }
 INLINE float shuffle(float x, int lane) { return __shfl_sync(0xFFFFFFFFu, x, lane); }
 INLINE bool any_lane(bool predicate) { return __any_sync(0xFFFFFFFFu, predicate); }
-// Brings the line of an address of global memory to L2, in its time.
-INLINE void prefetch_line(const u8* address) { asm volatile("prefetch.global.L2 [%0];" :: "l"(address)); }
 // A bit for each lane, 1 where the predicate holds.
 INLINE u32 lanes_where(bool predicate) { return __ballot_sync(0xFFFFFFFFu, predicate); }
 INLINE void sync_warp() { __syncwarp(); }
