@@ -104,9 +104,7 @@ async def client(
             sample = draw.randrange(load.samples) if draw.random() < load.sample_share else None
             prompt = load.prompt_tokens(draw) if sample is None else load.sample_prompt(sample)
             length = load.sample_answer if sample is not None else draw.randint(1, load.answer)
-            cancel_at = (
-                draw.randrange(1, length + 1) if sample is None and draw.random() < CANCELLED_SHARE else None
-            )
+            cancel_at = draw.randrange(1, length + 1) if sample is None and draw.random() < CANCELLED_SHARE else None
             result.requests += 1
             made: list[int] = []
             try:
