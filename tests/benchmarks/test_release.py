@@ -126,13 +126,15 @@ def test_a_run_that_takes_too_long_is_ended(
     release: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
     """With the processes that it has started."""
-    child = "import subprocess, sys, time; p = subprocess.Popen(['sleep', '60']); open('pid', 'w').write(str(p.pid))"
-    (tmp_path / "fake.py").write_text(f"{child}; time.sleep(60)\n")
+    deaf = "import signal, time; signal.signal(signal.SIGINT, signal.SIG_IGN); time.sleep(60)"
+    child = f"import subprocess, sys, time; p = subprocess.Popen([sys.executable, '-c', {deaf!r}])"
+    (tmp_path / "fake.py").write_text(f"{child}; open('pid', 'w').write(str(p.pid)); time.sleep(60)\n")
     monkeypatch.setattr(release, "PARTS", {"steps": release.Part("fake.py", "", ("auto",), seconds=1)})
     started = time.monotonic()
     assert call(release, monkeypatch, "--commit", "abc", "--seconds", "2") == 1
     assert time.monotonic() - started < 20 and "steps auto: stopped after 2 s" in capsys.readouterr().out
     stat = Path("/proc", (tmp_path / "pid").read_text(), "stat")
+    time.sleep(0.2)
     assert not stat.exists() or stat.read_text().split()[2] == "Z"
 
 
