@@ -165,11 +165,15 @@ class Run:
 
     def stop(self) -> None:
         """End the process and those that it has started; a benchmark that is interrupted ends its server."""
-        for way in (signal.SIGINT, signal.SIGKILL):
-            if self.process is not None and self.process.poll() is None:
-                os.killpg(self.process.pid, way)
+        if self.process is None:
+            return
+        with suppress(ProcessLookupError):  # nothing of it is left
+            if self.process.poll() is None:
+                os.killpg(self.process.pid, signal.SIGINT)
                 with suppress(subprocess.TimeoutExpired):
                     self.process.wait(10)
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
 
 
 class Queue:

@@ -1,9 +1,9 @@
 """One process a dtype, one after the other: each measures, and its rows go into CSV files as they come.
 
 The next dtype's process imports vLLM while this one's engine starts; it touches the device when this one is done. With
---begin the first one imports vLLM, too, and touches the device when a file is there. With
-`together`, all processes start at once: then their engines must fit the device side by side. `take_turns` also starts
-all at once; each measures when all have started, a part of its load at a time.
+--begin the first one imports vLLM as well, and touches the device when that file is there. With `together`, all
+processes start at once: then their engines must fit the device side by side. `take_turns` also starts all at once; each
+measures when all have started, a part of its load at a time.
 """
 
 from __future__ import annotations
