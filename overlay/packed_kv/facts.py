@@ -5,7 +5,6 @@ Each record has the facts of one subject; None: not known.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
@@ -215,18 +214,18 @@ class Facts:
     """Facts by subject. Of a subject without a record nothing is known; of several records of a subject, the last one
     that knows a fact counts."""
 
-    def __init__(self, *records: Record, **of_latents: Any) -> None:
-        self.records = records + tuple(OF_LATENTS[name](fact) for name, fact in of_latents.items())
-        self.engine = _merge(self.records, Engine)
-        self.parallel = _merge(self.records, Parallel)
-        self.cache = _merge(self.records, Cache)
-        self.drafts = _merge(self.records, Drafts)
-        self.vllm = _merge(self.records, Vllm)
-        self.architecture = _merge(self.records, Architecture)
-        self.attention = _merge(self.records, Attention)
-        self.latents = _merge(self.records, Latents)
-        self.layer = _merge(self.records, Layer)
-        self.pages = _merge(self.records, Pages)
+    def __init__(self, *records: Record) -> None:
+        self.records = records
+        self.engine = _merge(records, Engine)
+        self.parallel = _merge(records, Parallel)
+        self.cache = _merge(records, Cache)
+        self.drafts = _merge(records, Drafts)
+        self.vllm = _merge(records, Vllm)
+        self.architecture = _merge(records, Architecture)
+        self.attention = _merge(records, Attention)
+        self.latents = _merge(records, Latents)
+        self.layer = _merge(records, Layer)
+        self.pages = _merge(records, Pages)
 
 
 R = TypeVar("R", bound=Record)
@@ -235,18 +234,3 @@ R = TypeVar("R", bound=Record)
 def _merge(records: tuple[Record, ...], subject: type[R]) -> R:
     of_subject = (record for record in records if isinstance(record, subject))
     return subject(**{name: fact for record in of_subject for name, fact in vars(record).items() if fact is not None})
-
-
-OF_LATENTS: dict[str, Callable[[Any], Record]] = {
-    "auto_cache": lambda fact: Cache(auto=fact),
-    "is_draft": lambda fact: Drafts(is_draft=fact),
-    "skipped_dtype": lambda fact: Pages(skipped_dtype=fact),
-    "is_mla": lambda fact: Latents(is_mla=fact),
-    "latent_rank": lambda fact: Latents(rank=fact),
-    "rope_size": lambda fact: Latents(rope_size=fact),
-    "sliding_window": lambda fact: Attention(sliding_window=fact),
-    "layer_options": lambda fact: Layer(options=fact),
-    "dcp": lambda fact: Parallel(dcp=fact),
-    "has_own_queries": lambda fact: Parallel(has_own_queries=fact),
-}
-"""Facts by the keywords that `attention/latent/` has, until it makes records (TODO: then this goes)."""

@@ -14,7 +14,7 @@ from vllm.model_executor.layers.attention.mla_attention import accumulate_mla_co
 
 from ...channel_calibration import UNCALIBRATED, ChannelCalibration
 from ...codecs.latent import LatentCodec
-from ...facts import Facts
+from ...facts import Attention, Cache, Drafts, Facts, Latents, Layer, Pages
 from ...formats import FORMATS
 from ...refusals import refuse
 from ...settings.calibration import find_calibration
@@ -27,21 +27,18 @@ from .in_pytorch import RecentContext
 
 
 def check_arguments(
-    kv_cache_dtype: str, rank: int, rope_dim: int, sliding_window: int | None, unknown: dict[str, object], **known: Any
+    kv_cache_dtype: str, rank: int, rope_dim: int, sliding_window: int | None, unknown: dict[str, object]
 ) -> None:
     """Raise Refused for a layer of latents that cannot be packed. `unknown`: arguments of its implementation that ours
-    do not know; `known`: more facts."""
+    do not know."""
     vllm_config = get_current_vllm_config_or_none()
     facts = Facts(
-        auto_cache=auto_cache(vllm_config) if vllm_config else None,
-        is_draft=is_draft(vllm_config) if vllm_config else None,
-        skipped_dtype=kv_cache_dtype,
-        is_mla=True,
-        latent_rank=rank,
-        rope_size=rope_dim,
-        sliding_window=sliding_window,
-        layer_options=tuple(name for name, value in unknown.items() if value is not None),
-        **known,
+        Cache(auto=auto_cache(vllm_config) if vllm_config else None),
+        Drafts(is_draft=is_draft(vllm_config) if vllm_config else None),
+        Attention(sliding_window=sliding_window),
+        Latents(is_mla=True, rank=rank, rope_size=rope_dim),
+        Layer(options=tuple(name for name, value in unknown.items() if value is not None)),
+        Pages(skipped_dtype=kv_cache_dtype),
     )
     refuse(facts, kv_cache_dtype if kv_cache_dtype in FORMATS else "")
 

@@ -19,7 +19,7 @@ import torch
 from vllm.model_executor.layers.attention.mla_attention import MLACommonImpl, reorg_kvcache
 
 from ...codecs.latent import LatentCodec
-from ...facts import Facts
+from ...facts import Facts, Latents, Parallel
 from ...formats import FORMATS
 from ...refusals import refuse
 from ...settings.options import read_options
@@ -109,7 +109,8 @@ class LatentAttentionImpl(PackedLatents, MLACommonImpl[LatentMetadata]):
         if self.weights is not None:
             return
         shard, has_own_queries = shard_of(self.config), getattr(layer, "dcp_q_replicate", None)
-        refuse(Facts(is_mla=True, dcp=shard.ranks, has_own_queries=has_own_queries), self.kv_cache_dtype)
+        ranks = Parallel(dcp=shard.ranks, has_own_queries=has_own_queries)
+        refuse(Facts(Latents(is_mla=True), ranks), self.kv_cache_dtype)
         self.add_window()  # of a layer that did not call `process_weights_after_loading`
         if shard.ranks > 1:
             self.ranks, layer.dcp_manager.combine = Ranks(shard), self.combine
