@@ -41,6 +41,7 @@ EXCEPTIONS = {
     "fields for all kinds of layers, of which each has few": ("overlay/packed_kv/model_shape.py Layer",),
     "cases of tests, which name by keyword what differs from the defaults": (
         "tests/kernels/cuda/test_cuda_latent.py Case",
+        "tests/kernels/cuda/test_cuda_picks.py Case",
         "tests/kernels/test_block_bias.py run",
         "tests/kernels/triton/test_decode.py run",
         "tests/kernels/triton/test_ring.py run",
