@@ -82,7 +82,7 @@ def rows_round(
     layers = [cuda_picks.CudaPickDecode(codec.rows, cache, batch.heads, BF16, BF16) for cache in caches]
     query, rope_query = batch.query[..., :RANK], batch.query[..., RANK:]
 
-    def run(kept: object = parts) -> None:
+    def run(kept: object = (parts, caches)) -> None:  # of which the launches have addresses
         for layer in layers:
             layer(step, query, rope_query, output, batch.picks)
 

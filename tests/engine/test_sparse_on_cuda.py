@@ -23,6 +23,7 @@ from packed_kv.attention.latent.picks_on_cuda import CudaPicks
 from packed_kv.attention.latent.sparse_impl import SparseLatentKernels
 from packed_kv.attention.store import LatentStore, reference_latent_store
 from packed_kv.engine import capacity
+from packed_kv.kernels.triton.sparse_picks import CountPicksLaunch
 from packed_kv_quality.engines import attention_layers
 from vllm import LLM, SamplingParams
 
@@ -30,7 +31,7 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a C
 
 TOKEN_IDS = torch.randint(2, 1024, (2300,), generator=torch.Generator().manual_seed(1)).tolist()
 SAMPLING = SamplingParams(max_tokens=24, temperature=0, ignore_eos=True, detokenize=False, logprobs=20)
-LENGTHS = (3, 64, 700, 2047, 2048, 2049, 2200)
+LENGTHS = (3, 64, 300, 700, 1200, 2040, 2047, 2048, 2049, 2100, 2150, 2200, 2230, 2250, 2260, 2270)
 MEMORY = 512 << 20
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
 
@@ -42,7 +43,7 @@ def cut_engine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable:
     sparse_models.random_weights(monkeypatch)
     return partial(
         engine, sparse_models.save_cut(tmp_path / "cut"), dtype="bfloat16", load_format="dummy",
-        skip_tokenizer_init=True, max_model_len=4096, max_num_seqs=8, max_num_batched_tokens=10240, block_size=64,
+        skip_tokenizer_init=True, max_model_len=4096, max_num_seqs=16, max_num_batched_tokens=28672, block_size=64,
         kv_cache_memory_bytes=MEMORY, gpu_memory_utilization=0.5,
     )  # fmt: skip
 
@@ -71,7 +72,7 @@ def one_by_one(llm: LLM) -> list[Answer]:
 
 class Distance(NamedTuple):
     """Of answers from others: how many are alike; mean difference of the log-probabilities of tokens up to where they
-    part; and, where they part, how much less likely than its best the others held the token, at most."""
+    part; and how much less likely than its best the others held the token with which an answer parts, on average."""
 
     alike: int
     mean: float
@@ -79,27 +80,42 @@ class Distance(NamedTuple):
 
     @classmethod
     def of(cls, found: list[Answer], expected: list[Answer]) -> Distance:
-        alike, differences, lack = 0, [], 0.0
+        alike, differences, lacks = 0, [], []
         for ours, other in zip(found, expected, strict=True):
             for token, wanted, row, expected_row in zip(ours.tokens, other.tokens, ours.best, other.best, strict=True):
                 differences.append(abs(row[token] - expected_row.get(token, float("-inf"))))
                 if token != wanted:
-                    lack = max(lack, expected_row[wanted] - expected_row.get(token, float("-inf")))
+                    lacks.append(expected_row[wanted] - expected_row.get(token, float("-inf")))
                     break
             alike += ours.tokens == other.tokens
-        return cls(alike, sum(differences) / len(differences), lack)
+        return cls(alike, sum(differences) / len(differences), sum(lacks) / max(1, len(lacks)))
+
+    def is_rounding(self, rounding: Distance) -> bool:
+        """True if answers part no further than by `rounding`."""
+        return self.mean < 1.5 * rounding.mean + 0.002 and self.lack < 1.5 * rounding.lack + 0.02
 
 
 def check(name: str, found: list[Answer], expected: list[Answer], rounding: Distance) -> None:
     """Random weights make the best tokens almost equally likely, so answers part by rounding: no further than those of
     requests that run alone part from those of the batch."""
     apart = Distance.of(found, expected)
-    print(f"{name}: {apart}; one by one {rounding}")
-    assert apart.mean < 2 * rounding.mean + 0.005 and apart.lack < 2 * rounding.lack + 0.05, (apart, rounding)
+    print(f"{name}: {apart} of {len(found)}; one by one {rounding}")
+    assert apart.is_rounding(rounding), (apart, rounding)
+
+
+def is_seen(cut_engine: Callable, expected: list[Answer], rounding: Distance) -> None:
+    """A fault must be seen: decodes that leave out half of their picks."""
+    step = CountPicksLaunch.step
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(CountPicksLaunch, "step", staticmethod(lambda tokens, picks: step(tokens, picks // 2)))
+        with cut_engine("tq4") as llm:
+            apart = Distance.of(greedy(llm), expected)
+    print(f"half of the picks left out: {apart}")
+    assert not apart.is_rounding(rounding), apart
 
 
 def graphs(mode: str, tokens_each: int = 1) -> dict:
-    sizes = [tokens_each * n for n in (1, 2, 4, 8)]
+    sizes = [tokens_each * n for n in (1, 2, 4, 8, 16)]
     return {
         "enforce_eager": False,
         "compilation_config": {"mode": 0, "cudagraph_mode": mode, "cudagraph_capture_sizes": sizes},
@@ -173,6 +189,8 @@ def test_graphs_give_eager_answers(mode: str, cut_engine) -> None:
         captured = greedy(llm)
         again = greedy(llm)
     check(mode, captured, eager, rounding)
+    if mode == "FULL_DECODE_ONLY":
+        is_seen(cut_engine, eager, rounding)
     assert all(answer.cached >= (length - 1) // 64 * 64 for answer, length in zip(again, LENGTHS, strict=True))
 
 

@@ -41,8 +41,7 @@ class PickMemory(NamedTuple):
 
     `rows`: bf16 [rows, 576], gathered; `own`: bf16 [tokens, 576], of the batch's prompts. `query`: bf16 [slice, padded
     heads, 576]. `stored`, `over_own`: bf16 [slice, padded heads, 512], attention over each kind. `stored_picks`,
-    `own_picks`: int32 [slice, picks], and their counts, int32 [slice]. `output`: bf16 [tokens, heads, 512]. `partial`:
-    those of `HopperPicks`, if it serves the layer.
+    `own_picks`: int32 [slice, picks], and their counts, int32 [slice]. `output`: bf16 [tokens, heads, 512].
     """
 
     rows: torch.Tensor
@@ -55,7 +54,6 @@ class PickMemory(NamedTuple):
     stored_counts: torch.Tensor
     own_counts: torch.Tensor
     output: torch.Tensor
-    partial: tuple[torch.Tensor, ...]
 
 
 class CudaPicks(PickKernels):
@@ -85,14 +83,16 @@ class CudaPicks(PickKernels):
             ((max(most_rows, picks), width), bf16), ((most_tokens, width), bf16),
             ((tokens, self.padded_heads, width), bf16), *[((tokens, self.padded_heads, codec.rank), bf16)] * 2,
             *[((tokens, picks), int32)] * 2, *[((tokens,), int32)] * 2, ((most_tokens, heads, codec.rank), bf16),
-            *(() if of_rows is None else of_rows.specs),
         )  # fmt: skip
 
     def memory(self) -> PickMemory:
         """The workspace, sized when this is first called, in the engine's start."""
-        taken = current_workspace_manager().get_simultaneous(*self.specs)
-        fields = len(PickMemory._fields) - 1
-        return PickMemory._make((*taken[:fields], tuple(taken[fields:])))
+        return PickMemory(*self._take()[: len(self.specs)])
+
+    def _take(self) -> list[torch.Tensor]:
+        """Memory of `PickMemory`, and behind it that of partial results of `HopperPicks`, if it serves the layer."""
+        of_rows = () if self.of_rows is None else self.of_rows.specs
+        return current_workspace_manager().get_simultaneous(*self.specs, *of_rows)
 
     def decode(
         self, metadata: SparseLatentMetadata, cache: torch.Tensor, queries: Queries, picks: torch.Tensor,
@@ -101,7 +101,8 @@ class CudaPicks(PickKernels):
         if self.of_rows is None:
             super().decode(metadata, cache, queries, picks, output)
         else:
-            self.of_rows.attend(metadata, cache, queries, picks, output, self.memory().partial)
+            partial = tuple(self._take()[len(self.specs) :])
+            self.of_rows.attend(metadata, cache, queries, picks, output, partial)
 
     def most_tokens(self, picks: int) -> int:
         rows, query = self.specs[0][0][0], self.specs[2][0][0]
