@@ -13,7 +13,7 @@ import torch
 from ...codecs.latent_rows import LatentRowCodec
 from ...kernels.cuda import latent_launch as cuda
 from ...kernels.cuda import latent_pick_launch as cuda_picks
-from ...kernels.cuda import pick_refusal
+from ...kernels.cuda import latent_refusal
 from ...kernels.cuda.latent_schedule import LatentScheduler
 from ...kernels.triton.launch import Launches
 from ...kernels.triton.sparse_picks import CountPicksLaunch
@@ -107,8 +107,8 @@ def pick_decode(layer: PickLayout, option: str, most_tokens: int, longest_decode
         most_tokens: query tokens of a batch's decodes.
         longest_decode: query tokens of a request, drafts included.
     """
-    widths = layer.codec.rows.page.vector.group_bits
-    refused = pick_refusal(torch.cuda.get_device_capability(layer.codec.device), layer.heads, widths)
+    codec, capability = layer.codec, torch.cuda.get_device_capability(layer.codec.device)
+    refused = latent_refusal(capability, codec.rank, codec.rope_dim, layer.heads, 1, codec.rows.page.vector.group_bits)
     by_cuda = takes_cuda(
         option, refused, f"picked latents, {layer.heads} query heads", longest_decode,
         otherwise="Triton, which gathers picked latents to bf16 for FlashMLA: attention of decodes takes 1.3 to 1.7 "

@@ -19,8 +19,6 @@ LATENT = 512, 64
 """Rank and RoPE channels of the latents that `latent.cu` attends over."""
 LATENT_ROWS = 128
 """The most query heads times query tokens of a request over latents."""
-PICK_HEADS = 64
-"""The most query heads over picked latents. With more, it is faster to gather these for FlashMLA (docs/tried.md)."""
 CAPABILITY = (9, 0)
 
 
@@ -96,7 +94,7 @@ def latent_refusal(
         capability: compute capability of the GPU.
         rank, rope_dim: channels of a latent, and RoPE's, of 16 bits or 8.
         heads: query heads of this rank.
-        query_len: most query tokens of a request, drafts included.
+        query_len: most query tokens of a request, drafts included; over picked latents 1, as each reads its own.
         group_bits: bits of the format's groups.
     """
     if capability != CAPABILITY:
@@ -106,13 +104,6 @@ def latent_refusal(
     if heads * query_len > LATENT_ROWS:
         return f"{heads} query heads times {query_len} query tokens (at most {LATENT_ROWS})"
     return _unknown_codes(group_bits) or _missing()
-
-
-def pick_refusal(capability: tuple[int, int], heads: int, group_bits: tuple[int, ...] = BITS) -> str | None:
-    """Return what of a layer over picked latents `latent.cu` does not serve; see `latent_refusal`."""
-    if heads > PICK_HEADS:
-        return f"{heads} query heads over picked latents (at most {PICK_HEADS})"
-    return latent_refusal(capability, *LATENT, heads, 1, group_bits)
 
 
 def _unknown_codes(group_bits: tuple[int, ...]) -> str | None:
