@@ -179,6 +179,8 @@ def main() -> int:
     parser.add_argument("--picks", type=int, default=2048)
     parser.add_argument("--rope-bits", type=int, default=16, choices=(16, 8))
     asked = parser.parse_args()
+    if asked.picks > CONTEXT:
+        parser.error(f"--picks {asked.picks}: at most {CONTEXT}, the tokens of a request")
     torch.manual_seed(0)
     codecs = {
         name: LatentRowCodec(FORMATS[name], RANK, ROPE, "cuda", rope_bits=asked.rope_bits) for name in asked.dtypes
@@ -198,11 +200,12 @@ def main() -> int:
             times = {"rows": rows, "gather": gather, "fp8": fp8, "fa3": fa3}
             line = ", ".join(f"{what} {time:.1f}" for what, time in times.items() if time is not None)
             if rows and fp8:
-                line += f"; rows/fp8 {rows / fp8:.2f} (goal {GOALS.get(heads, 0):.2f})"
+                line += f"; rows/fp8 {rows / fp8:.2f}" + (f" (goal {GOALS[heads]:.2f})" if heads in GOALS else "")
             if rows and gather:
                 line += f", rows/gather {rows / gather:.2f}, rows to gather {relative(outputs[0], outputs[1]):.1e}"
             if rows and fa3:
                 line += f", rows/fa3 {rows / fa3:.2f}"
+            is_right = is_right and rows is not None
             if rows:
                 few = slice(REFERENCE_TOKENS)
                 each = batch.requests[few].repeat_interleave(batch.count)

@@ -141,3 +141,14 @@ def test_a_layer_goes_by_its_own_heads(query_len: int, decodes: int):
     assert kernels.count_decodes(batch, torch.bfloat16) == decodes
     kernels.decode.longest = longest_fused(12, by_cuda=True)
     assert kernels.decode.longest == 20 and kernels.count_decodes(batch, torch.bfloat16) == 3
+
+
+@pytest.mark.parametrize(
+    ("drafts", "is_parallel", "batched", "expected"), [(None, False, 900, 8), (3, False, 900, 32), (3, True, 20, 20)]
+)
+def test_most_query_tokens_of_decodes(drafts: int | None, is_parallel: bool, batched: int, expected: int) -> None:
+    """Those of all requests with their drafts, of which parallel drafting has twice as many, if a batch holds them."""
+    speculative = drafts and SimpleNamespace(num_speculative_tokens=drafts, parallel_drafting=is_parallel)
+    scheduler = SimpleNamespace(max_num_seqs=8, max_num_batched_tokens=batched)
+    config = SimpleNamespace(speculative_config=speculative, scheduler_config=scheduler)
+    assert metadata.most_decode_tokens(config) == expected

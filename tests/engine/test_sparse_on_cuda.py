@@ -103,7 +103,7 @@ def check(name: str, found: list[Answer], expected: list[Answer], rounding: Dist
     assert apart.is_rounding(rounding), (apart, rounding)
 
 
-def is_seen(cut_engine: Callable, expected: list[Answer], rounding: Distance) -> None:
+def check_fault_is_seen(cut_engine: Callable, expected: list[Answer], rounding: Distance) -> None:
     """A fault must be seen: decodes that leave out half of their picks."""
     step = CountPicksLaunch.step
     with pytest.MonkeyPatch.context() as patch:
@@ -145,8 +145,8 @@ def test_logits_are_those_of_pytorch(name: str, rope_bits: int, decode_kernel: s
     for by_reference in (False, True):
         with cut_engine(name, additional_config=options) as llm:
             for layer in attention_layers(llm):
-                of_rows = layer.impl.kernels.attention.kernels.of_rows
-                assert layer.impl.is_sparse and (of_rows is None) == (decode_kernel == "triton")
+                row_kernel = layer.impl.kernels.attention.kernels.row_kernel
+                assert layer.impl.is_sparse and (row_kernel is None) == (decode_kernel == "triton")
             if by_reference:
                 in_pytorch(llm)
             logits = {chunk: teacher_forced_logits(llm, TOKEN_IDS, chunk).cpu() for chunk in (2300, 700)}
@@ -190,7 +190,7 @@ def test_graphs_give_eager_answers(mode: str, cut_engine) -> None:
         again = greedy(llm)
     check(mode, captured, eager, rounding)
     if mode == "FULL_DECODE_ONLY":
-        is_seen(cut_engine, eager, rounding)
+        check_fault_is_seen(cut_engine, eager, rounding)
     assert all(answer.cached >= (length - 1) // 64 * 64 for answer, length in zip(again, LENGTHS, strict=True))
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,11 +11,12 @@ import pytest
 import torch
 from packed_kv.attention import choice
 from packed_kv.attention.latent import picks_on_cuda
-from packed_kv.attention.latent.hopper_picks import PickLayout, pick_decode
+from packed_kv.attention.latent.hopper_picks import pick_decode
 from packed_kv.attention.latent.in_pytorch import PrefixChunk, ReferenceLatentPrefix
-from packed_kv.attention.latent.picks import PickAttention
+from packed_kv.attention.latent.picks import PickAttention, PickLayout
 from packed_kv.attention.latent.picks_on_cuda import HEADS, CudaPicks, padded_heads
 from packed_kv.attention.latent.sparse_impl import PickedPrefix
+from packed_kv.attention.latent.sparse_metadata import SparseLatentMetadata
 from packed_kv.attention.store import LatentStore
 from packed_kv.attention.triton_store import TritonLatentStore
 from packed_kv.codecs.latent_rows import LatentRowCodec
@@ -179,10 +182,7 @@ def test_counts_of_picks(tokens: int) -> None:
     assert torch.equal(counts[:-1], count_picks(*tensors, PICKS)) and counts[-1] == -7
 
 
-GATHERED = (
-    "Triton, which gathers picked latents to bf16 for FlashMLA: attention of decodes takes 1.3 to 1.7 times that over "
-    "fp8_ds_mla"
-)
+GATHERED = "Triton gathers picked latents to bf16 for FlashMLA, 1.3 to 1.7 times fp8_ds_mla's time on an H200"
 
 
 @pytest.mark.parametrize(
@@ -203,3 +203,43 @@ def test_one_line_names_the_kernel(
     layer = PickLayout(codec_of("tq4"), 16, SCALE, None, PICKS)
     assert (pick_decode(layer, option, 8, 3) is not None) == line.startswith("CUDA")
     assert lines == [f"decode kernel: {line}"]
+
+
+@runs
+def test_layers_of_a_kind_share_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not those with other heads, nor the next step. What a step keeps goes with its metadata, without a collection."""
+    codec, made = codec_of("tq4"), []
+    make = CountPicksLaunch.step
+    monkeypatch.setattr(CountPicksLaunch, "step", lambda tokens, picks: made.append(tokens) or make(tokens, picks))
+    batch = Batch(codec, 16, 400)
+    queries, whole = tuple(x.bfloat16() for x in batch.queries), batch.metadata
+    layers = [kernels_of(codec, heads, reads_rows=True) for heads in (16, 16, 5)]
+
+    def step(tokens: int) -> tuple[list[torch.Tensor], SparseLatentMetadata]:
+        metadata = SparseLatentMetadata(
+            num_reqs=2, max_query_len=3, max_seq_len=150, num_actual_tokens=tokens, slot_mapping=whole.seq_lens.long(),
+            query_start_loc=whole.query_start_loc, block_table=whole.block_table, seq_lens=whole.seq_lens,
+            req_id_per_token=whole.req_id_per_token, num_decodes=2, num_decode_tokens=tokens,
+        )  # fmt: skip
+        found = []
+        for kernels in layers:
+            of_layer = tuple(x[:tokens, : kernels.heads] for x in queries)
+            picks = batch.picks[:tokens]
+            found.append(PickAttention(kernels).attend(metadata, batch.cache, of_layer, picks, None).clone())
+        return found, metadata
+
+    expected = batch.expected(codec.output_constant())
+    gc.disable()
+    try:
+        for tokens in (4, 1):
+            made.clear()
+            found, metadata = step(tokens)
+            assert made == [tokens, tokens], "one for both layers of 16 heads, and one for that of 5"
+            for output, kernels in zip(found, layers, strict=True):
+                rows = [0, 2, 3][:tokens]  # token 1 has no picks
+                assert relative_rms(output[rows], expected[rows, : kernels.heads]) < TOLERANCE
+            kept = weakref.ref(metadata)
+            del metadata
+            assert kept() is None
+    finally:
+        gc.enable()

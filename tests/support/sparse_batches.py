@@ -110,12 +110,13 @@ def cuda_kernels(
     codec: LatentRowCodec, heads: int, constant: torch.Tensor | None, most_rows: int, *, reads_rows: bool
 ) -> Any:
     """`CudaPicks` of a layer for `Batch`; with `reads_rows` the CUDA kernel serves decodes."""
-    from packed_kv.attention.latent.hopper_picks import HopperPicks, PickLayout
+    from packed_kv.attention.latent.hopper_picks import HopperPicks
+    from packed_kv.attention.latent.picks import PickLayout
     from packed_kv.attention.latent.picks_on_cuda import CudaPicks
 
     layer = PickLayout(codec, heads, SCALE, constant, PICKS)
-    of_rows = HopperPicks(layer, 8) if reads_rows else None
-    return CudaPicks(layer, max(most_rows, 4 * PICKS), 144, of_rows)
+    row_kernel = HopperPicks(layer, 8) if reads_rows else None
+    return CudaPicks(layer, max(most_rows, 4 * PICKS), 144, row_kernel)
 
 
 def relative_rms(found: torch.Tensor, expected: torch.Tensor) -> float:

@@ -1,4 +1,4 @@
-"""Choice between the two decode kernels of CUDA, for a layer of pairs or of latents."""
+"""Choice between the decode kernel of CUDA and Triton's, for a layer of pairs or of latents."""
 
 from __future__ import annotations
 
@@ -28,6 +28,7 @@ def takes_cuda(
         heads: the layer's, in words.
         longest_decode: query tokens of a request, drafts included.
         longest: the most that the CUDA kernel serves of such heads; None: any number.
+        otherwise: what serves the layer if the CUDA kernel does not, in words.
     """
     reason = f"does not support {refused}" if refused else None
     if option == "triton":

@@ -37,8 +37,8 @@ def gather_tokens(
 def count_picks(
     requests: torch.Tensor, query_start: torch.Tensor, seq_lens: torch.Tensor, picks: int
 ) -> torch.Tensor:
-    """Return how many first picks of a query token can be some, int32 [tokens]: as many as it has tokens before it and
-    itself, at most `picks`; 0 for padding.
+    """Return a bound behind which a query token has no picks, int32 [tokens]: as many as there are tokens up to itself,
+    at most `picks`; 0 for padding.
 
     Args:
         requests: int [tokens], request of each query token; of padding any.

@@ -26,7 +26,7 @@ def runs(schedule: LatentSchedule, lengths: list[int]) -> list[list[tuple[int, i
 
 
 @pytest.mark.parametrize("partitions", [132, 66])
-@pytest.mark.parametrize("requests", [1, 4, 64, 97, 200])
+@pytest.mark.parametrize("requests", [1, 4, 64, 97, 200, 1100])
 @pytest.mark.parametrize("kind", ["equal", "spread", "one long", "any", "padded", "short"])
 def test_schedule(kind: str, requests: int, partitions: int) -> None:
     """The device's schedule is Python's, covers every tile once, and gives no partition much more than its share."""

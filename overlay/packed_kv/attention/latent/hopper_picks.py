@@ -5,12 +5,12 @@ Each query token is to the kernel what a request is to dense attention; see `ker
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 
-from ...codecs.latent_rows import LatentRowCodec
+from ...kernels.checks import check_int32
 from ...kernels.cuda import latent_launch as cuda
 from ...kernels.cuda import latent_pick_launch as cuda_picks
 from ...kernels.cuda import latent_refusal
@@ -19,22 +19,8 @@ from ...kernels.triton.launch import Launches
 from ...kernels.triton.sparse_picks import CountPicksLaunch
 from ..choice import takes_cuda
 from ..step import StepKey
+from .picks import PickLayout
 from .sparse_metadata import SparseLatentMetadata
-
-
-@dataclass(frozen=True)
-class PickLayout:
-    """Shape of a layer of latents whose tokens are picked, and options of its attention.
-
-    `codec`: on a CUDA device, for 512 + 64 channels. `heads`: query heads of this rank. `scale`: of scores.
-    `constant`: fp32 [rank], added to outputs, or None. `picks`: of a query token, `index_topk`.
-    """
-
-    codec: LatentRowCodec
-    heads: int
-    scale: float
-    constant: torch.Tensor | None
-    picks: int
 
 
 class PickKind(NamedTuple):
@@ -42,22 +28,24 @@ class PickKind(NamedTuple):
 
     heads: int
     scale: float
+    picks: int
 
 
 class HopperPickStep(NamedTuple):
-    """Arguments and grids of a step's launches. `tensors` are those whose addresses the arguments are."""
+    """Arguments and grids of a step's launches. The arguments are addresses of `parts`, of the layer's own tensors and
+    of the metadata's, whose cache keeps the step."""
 
     decode: cuda_picks.PickStep
-    tensors: tuple[SparseLatentMetadata, cuda.Parts]
+    parts: cuda.Parts
 
 
 class HopperPicks:
-    """The CUDA kernel over picked rows of one layer. `most_tokens`: query tokens of a batch's decodes."""
+    """The CUDA kernel over picked rows of a layer of this layout. `most_tokens`: query tokens of a batch's decodes."""
 
     def __init__(self, layer: PickLayout, most_tokens: int) -> None:
         self.layer, device = layer, layer.codec.device
         sm_count = torch.cuda.get_device_properties(device).multi_processor_count
-        self.kind = PickKind(layer.heads, layer.scale)
+        self.kind = PickKind(layer.heads, layer.scale, layer.picks)
         self.shape = cuda.shape_of(layer.heads, sm_count)
         self.scheduler = LatentScheduler(most_tokens, sm_count, device)
         self.numbers = torch.arange(most_tokens + 1, dtype=torch.int32, device=device)
@@ -69,25 +57,30 @@ class HopperPicks:
 
     def prepare(self, metadata: SparseLatentMetadata, tokens: int, partial: tuple[torch.Tensor, ...]) -> HopperPickStep:
         """Return the step of a batch's decodes, of so many query tokens. `partial`: of the shapes in `specs`."""
+        assert tokens <= len(self.counts), (tokens, len(self.counts))
         layer, counts = self.layer, self.counts[:tokens]
-        requests, seq_lens = metadata.req_id_per_token[:tokens], metadata.seq_lens
+        requests, query_start = metadata.req_id_per_token[:tokens], metadata.query_start_loc
+        seq_lens = metadata.seq_lens
         assert seq_lens is not None
+        check_int32(requests, query_start, seq_lens)
         launch = self.bound.get("count", None, CountPicksLaunch)
         grid, arguments = CountPicksLaunch.step(tokens, layer.picks)
-        launch(grid, (counts, requests, metadata.query_start_loc, seq_lens), arguments)
+        launch(grid, (counts, requests, query_start, seq_lens), arguments)
         parts = cuda.Parts(self.shape, self.scheduler(counts, self.shape.partitions), *partial)
         tables = metadata.block_table, requests, self.numbers[: tokens + 1], counts
-        step = cuda_picks.make_pick_step(layer.heads, layer.scale, *tables, parts)
-        return HopperPickStep(step, (metadata, parts))
+        return HopperPickStep(cuda_picks.make_pick_step(layer.heads, layer.scale, *tables, parts), parts)
 
     def attend(
         self, metadata: SparseLatentMetadata, cache: torch.Tensor, queries: tuple[torch.Tensor, torch.Tensor],
-        picks: torch.Tensor, output: torch.Tensor, partial: tuple[torch.Tensor, ...],
+        picks: torch.Tensor, output: torch.Tensor, take_partial: Callable[[], tuple[torch.Tensor, ...]],
     ) -> None:  # fmt: skip
-        """See `PickKernels.decode`. `partial`: of the shapes in `specs`, at the same place for all layers of a kind."""
+        """See `PickKernels.decode`. `take_partial`: returns memory of the shapes in `specs`, which the layers of a step
+        share; asked by the first."""
         tokens, (query, rope_query) = len(output), queries
         key = StepKey("picks", self.kind)
-        step = metadata.steps.get(key, lambda: self.prepare(metadata, tokens, partial))
+        step = metadata.steps.get(key, lambda: self.prepare(metadata, tokens, take_partial()))
+        assert step.decode.step.requests == tokens, (step.decode.step.requests, tokens)
+        assert picks.shape[1] >= self.layer.picks, (picks.shape, self.layer.picks)
         held_for = (cache.data_ptr(), cache.stride(), query.dtype)
         decode = self.bound.get("decode", held_for, lambda: self._bind(cache, query.dtype))
         decode(step.decode, query[:tokens], rope_query[:tokens], output, picks[:tokens])
@@ -103,6 +96,7 @@ def pick_decode(layer: PickLayout, option: str, most_tokens: int, longest_decode
     """Choose the decode kernel of a layer; None: its picks are gathered for FlashMLA.
 
     Args:
+        layer: its layout.
         option: "triton", or "auto": the CUDA kernel where it serves.
         most_tokens: query tokens of a batch's decodes.
         longest_decode: query tokens of a request, drafts included.
@@ -111,7 +105,6 @@ def pick_decode(layer: PickLayout, option: str, most_tokens: int, longest_decode
     refused = latent_refusal(capability, codec.rank, codec.rope_dim, layer.heads, 1, codec.rows.page.vector.group_bits)
     by_cuda = takes_cuda(
         option, refused, f"picked latents, {layer.heads} query heads", longest_decode,
-        otherwise="Triton, which gathers picked latents to bf16 for FlashMLA: attention of decodes takes 1.3 to 1.7 "
-        "times that over fp8_ds_mla",
+        otherwise="Triton gathers picked latents to bf16 for FlashMLA, 1.3 to 1.7 times fp8_ds_mla's time on an H200",
     )  # fmt: skip
     return HopperPicks(layer, most_tokens) if by_cuda else None

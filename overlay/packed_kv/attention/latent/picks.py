@@ -10,6 +10,7 @@ packed ones.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 import torch
@@ -24,6 +25,21 @@ Latents = tuple[torch.Tensor, torch.Tensor]
 """Latents and RoPE channels as the model has them, [tokens, rank] and [tokens, rope_dim]."""
 Attended = tuple[torch.Tensor, torch.Tensor]
 """[tokens, heads or more, rank] and the natural lse [tokens, heads or more]."""
+
+
+@dataclass(frozen=True)
+class PickLayout:
+    """Shape of a layer of latents whose tokens are picked, and options of its attention.
+
+    `codec`: on a CUDA device, for 512 + 64 channels. `heads`: query heads of this rank. `scale`: of scores.
+    `constant`: fp32 [rank], added to outputs, or None. `picks`: of a query token, `index_topk`.
+    """
+
+    codec: LatentRowCodec
+    heads: int
+    scale: float
+    constant: torch.Tensor | None
+    picks: int
 
 
 class PickedRows(NamedTuple):

@@ -19,8 +19,8 @@ from ...kernels.triton.sparse_picks import MergePicksLaunch, SplitPicksLaunch
 from ..protocols import NewTokens
 from ..store import LatentStore
 from ..triton_store import TritonLatentStore
-from .hopper_picks import HopperPicks, PickLayout
-from .picks import Attended, Latents, PickedRows, PickKernels, Queries
+from .hopper_picks import HopperPicks
+from .picks import Attended, Latents, PickedRows, PickKernels, PickLayout, Queries
 from .sparse_metadata import PromptPart, SparseLatentMetadata
 
 HEADS = 64, 128
@@ -60,15 +60,16 @@ class CudaPicks(PickKernels):
     """The kernels of one layer.
 
     Args:
+        layer: its layout.
         most_rows: of the workspace, at least the tokens of the longest request.
         most_tokens: of a batch.
-        of_rows: the kernel that reads packed rows of decodes; None: theirs are gathered.
+        row_kernel: the kernel that reads packed rows of decodes; None: theirs are gathered.
     """
 
     def __init__(
-        self, layer: PickLayout, most_rows: int, most_tokens: int, of_rows: HopperPicks | None = None
+        self, layer: PickLayout, most_rows: int, most_tokens: int, row_kernel: HopperPicks | None = None
     ) -> None:
-        codec, heads, picks, self.of_rows = layer.codec, layer.heads, layer.picks, of_rows
+        codec, heads, picks, self.row_kernel = layer.codec, layer.heads, layer.picks, row_kernel
         self.codec, self.heads, self.scale, self.constant, self.picks = codec, heads, layer.scale, layer.constant, picks
         self.padded_heads = padded_heads(heads)
         self.inverse_gain = 1 / codec.value_gain()
@@ -91,18 +92,19 @@ class CudaPicks(PickKernels):
 
     def _take(self) -> list[torch.Tensor]:
         """Memory of `PickMemory`, and behind it that of partial results of `HopperPicks`, if it serves the layer."""
-        of_rows = () if self.of_rows is None else self.of_rows.specs
-        return current_workspace_manager().get_simultaneous(*self.specs, *of_rows)
+        partial = () if self.row_kernel is None else self.row_kernel.specs
+        return current_workspace_manager().get_simultaneous(*self.specs, *partial)
 
     def decode(
         self, metadata: SparseLatentMetadata, cache: torch.Tensor, queries: Queries, picks: torch.Tensor,
         output: torch.Tensor,
     ) -> None:  # fmt: skip
-        if self.of_rows is None:
+        if self.row_kernel is None:
             super().decode(metadata, cache, queries, picks, output)
         else:
-            partial = tuple(self._take()[len(self.specs) :])
-            self.of_rows.attend(metadata, cache, queries, picks, output, partial)
+            self.row_kernel.attend(
+                metadata, cache, queries, picks, output, lambda: tuple(self._take()[len(self.specs) :])
+            )
 
     def most_tokens(self, picks: int) -> int:
         rows, query = self.specs[0][0][0], self.specs[2][0][0]
@@ -193,7 +195,7 @@ class CudaPicks(PickKernels):
             kernel = store.kernel
             assert isinstance(kernel, TritonLatentStore)
             kernel.write(kernel.prepare(NewTokens(one.long())), cache, latents, of_rope)
-            if self.of_rows is None:
+            if self.row_kernel is None:
                 self.gather(cache, table, one, picks.flatten())
             else:  # first, as it takes longest
                 self.decode(decodes, cache, queries, picks, memory.output[:1])
@@ -201,5 +203,5 @@ class CudaPicks(PickKernels):
             rows = self.split(picks, part, slice(0, 1))
             for stored in (None, (memory.stored[:1], lse)):
                 self.merge(memory.output[:1], stored, (memory.over_own[:1], lse), rows)
-        for bound in (kernel.bound, self.bound, *(() if self.of_rows is None else (self.of_rows.bound,))):
+        for bound in (kernel.bound, self.bound, *(() if self.row_kernel is None else (self.row_kernel.bound,))):
             bound.clear()  # pages of our own go

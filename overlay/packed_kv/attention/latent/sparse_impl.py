@@ -14,12 +14,12 @@ from vllm.model_executor.layers.attention.sparse_mla_attention import SparseMLAC
 
 from ...codecs.latent_rows import LatentRowCodec
 from ...settings.options import read_options
-from ..metadata import longest_decode
+from ..metadata import longest_decode, most_decode_tokens
 from ..store import LatentStore, reference_latent_store
 from ..warmup import block_size_of
 from .base import PackedLatents, check_arguments
 from .in_pytorch import PrefixChunk, RecentContext, ReferenceLatentPrefix
-from .picks import Latents, PickAttention, PickKernels, ReferencePicks
+from .picks import Latents, PickAttention, PickKernels, PickLayout, ReferencePicks
 from .sparse_metadata import SparseLatentMetadata, workspace_rows
 
 LEAST_SLICE = 64
@@ -122,18 +122,17 @@ class SparseLatentImpl(PackedLatents, SparseMLACommonImpl[SparseLatentMetadata])
                 LatentStore(reference_latent_store(codec)), attention, ReferenceLatentPrefix(codec)
             )
         from ..triton_store import TritonLatentStore  # these import Triton, which the CPU platform may lack
-        from .hopper_picks import PickLayout, pick_decode
+        from .hopper_picks import pick_decode
         from .picks_on_cuda import CudaPicks
 
         config, scheduler = self.config, self.config.scheduler_config
         picks, longest = int(config.model_config.hf_text_config.index_topk), longest_decode(config)
         layer = PickLayout(codec, self.num_heads, self.scale, constant, picks)
-        most_decodes = min(scheduler.max_num_seqs * longest, scheduler.max_num_batched_tokens)
-        option = read_options(config.additional_config).decode_kernel
-        of_rows, rows = pick_decode(layer, option, most_decodes, longest), workspace_rows(config)
-        if of_rows is None:
+        option, rows = read_options(config.additional_config).decode_kernel, workspace_rows(config)
+        row_kernel = pick_decode(layer, option, most_decode_tokens(config), longest)
+        if row_kernel is None:
             rows = max(rows, picks * min(LEAST_SLICE, scheduler.max_num_seqs))
-        kernels = CudaPicks(layer, rows, scheduler.max_num_batched_tokens, of_rows)
+        kernels = CudaPicks(layer, rows, scheduler.max_num_batched_tokens, row_kernel)
         store = LatentStore(TritonLatentStore(codec))
         page = torch.zeros(1, block_size_of(config), codec.slot_bytes, dtype=torch.uint8, device=self.device)
         kernels.warm_up(store, page)

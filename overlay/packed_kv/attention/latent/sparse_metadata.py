@@ -68,6 +68,8 @@ class SparseLatentBuilder(SparseMLACommonMetadataBuilder[SparseLatentMetadata]):
     """
 
     metadata_cls = SparseLatentMetadata
+    supports_draft_decode_metadata_update = False
+    """A step's cache keeps counts of these `seq_lens`, so each step of drafts needs metadata of its own."""
 
     def __init__(
         self, kv_cache_spec: AttentionSpec, layer_names: list[str], vllm_config: VllmConfig, device: torch.device

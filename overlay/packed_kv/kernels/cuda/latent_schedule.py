@@ -80,6 +80,7 @@ class LatentScheduler:
 
     Args:
         requests: the most of a batch.
+        most_partitions: the most that a schedule is asked for.
         device: of the schedules.
     """
 
