@@ -90,7 +90,7 @@ def test_rows_of_a_table_are_of_one_commit_card_and_environment() -> None:
 
 
 def test_older_tables_say_why_they_are_not_of_the_release() -> None:
-    """What `AGAIN` names, the release measures, in parts that it has."""
+    """`AGAIN` names tables that the release measures, and parts that it has."""
     from release import PARTS
 
     assert not set(measured.AGAIN) & set(measured.APART)

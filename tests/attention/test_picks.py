@@ -27,7 +27,7 @@ from sparse_batches import (
 )
 
 READS_ROWS = [False, True] if ON_CUDA and torch.cuda.get_device_capability() == CAPABILITY else [False]
-"""Whether the CUDA kernel serves decodes."""
+"""Decodes gathered, and read by the CUDA kernel where the card has it."""
 
 
 def kernels_of(

@@ -71,8 +71,9 @@ def one_by_one(llm: LLM) -> list[Answer]:
 
 
 class Distance(NamedTuple):
-    """Of answers from others: how many are alike; mean difference of the log-probabilities of tokens up to where they
-    part; and how much less likely than its best the others held the token with which an answer parts, on average."""
+    """A distance of answers from others: how many are alike; mean difference of the log-probabilities of tokens up to
+    where they part; and how much less likely than its best the others held the token with which an answer parts, on
+    average."""
 
     alike: int
     mean: float

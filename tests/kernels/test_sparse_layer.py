@@ -167,7 +167,7 @@ def test_padded_heads() -> None:
 
 @pytest.mark.parametrize("tokens", [6, 300])
 def test_counts_of_picks(tokens: int) -> None:
-    """Of whole requests of 1 to 4 query tokens, an empty one behind them, and padding, which is the first request's."""
+    """Requests of 1 to 4 query tokens have them; an empty one behind has none, nor padding, mapped to the first one."""
     random = torch.Generator().manual_seed(tokens)
     lengths = torch.randint(1, 5, (tokens // 3,), generator=random)
     starts = torch.cat((torch.zeros(1, dtype=torch.int64), lengths, torch.zeros(1, dtype=torch.int64))).cumsum(0)

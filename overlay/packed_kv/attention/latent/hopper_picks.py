@@ -83,7 +83,7 @@ class HopperPicks:
         assert picks.shape[1] >= self.layer.picks, (picks.shape, self.layer.picks)
         held_for = (cache.data_ptr(), cache.stride(), query.dtype)
         decode = self.bound.get("decode", held_for, lambda: self._bind(cache, query.dtype))
-        decode(step.decode, query[:tokens], rope_query[:tokens], output, picks[:tokens])
+        decode(step.decode, query, rope_query, output, picks)
 
     def _bind(self, cache: torch.Tensor, dtype: torch.dtype) -> cuda_picks.CudaPickDecode:
         layer = self.layer
