@@ -7,7 +7,7 @@
 #   gpu_tests.sh collect     only load engine's tests and check that memcheck's cases exist; needs no GPU
 #
 # Where pytest-xdist is there, kernels run in a process for 2 cores and engines in one for 3: most of their time is
-# compilation. Memcheck takes one for 4. The parts run one after the other: side by side they lack GPU memory.
+# compilation. Memcheck takes one for 2, up to one a case. The parts run one after the other: side by side they lack GPU memory.
 set -euo pipefail
 logs=$(mktemp -d)
 trap 'rm -rf "$logs"' EXIT
@@ -105,7 +105,7 @@ checked() {
 
 memcheck() {
     local sanitizer processes i k cases names=()
-    processes=$(processes 4 13)
+    processes=$(processes 2 "${#memcheck_cases[@]}")
     sanitizer=$(command -v compute-sanitizer || ls /usr/local/cuda*/bin/compute-sanitizer 2>/dev/null | head -n 1 || true)
     if [[ -z $sanitizer ]]; then
         echo "gpu_tests.sh: no memcheck: compute-sanitizer is neither on PATH nor in /usr/local/cuda*/bin" >&2
