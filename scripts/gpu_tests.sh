@@ -7,7 +7,8 @@
 #   gpu_tests.sh collect     only load engine's tests and check that memcheck's cases exist; needs no GPU
 #
 # Where pytest-xdist is there, kernels run in a process for 2 cores and engines in one for 3: most of their time is
-# compilation. Memcheck takes one for 2, up to one a case. The parts run one after the other: side by side they lack GPU memory.
+# compilation. Memcheck takes one for 2, up to one a case. The parts run one after the other: side by side they lack GPU
+# memory.
 set -euo pipefail
 logs=$(mktemp -d)
 trap 'rm -rf "$logs"' EXIT
