@@ -3,12 +3,15 @@
 Contexts of the decode steps are not prefilled. One prompt runs through the model, its pages are copied over all others,
 and the requests' prompts are then marked as computed: every request reads pages of its own, which hold what the dtype's
 own store wrote. With a recent window they decode its tokens first, which fills their rings. So a shape costs these
-steps and its own, and the bytes that a step moves are those after a real prefill.
+steps and its own, and the bytes that a step moves are those after a real prefill. Where vLLM zeroes blocks that it
+hands out (beside states, or keys of an indexer), the pages are copied over the requests' own once more, behind the step
+that took them. States begin as zeros.
 """
 
 from __future__ import annotations
 
 import json
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -27,6 +30,7 @@ MODEL_8B = {
     "vocab_size": 32000, "max_position_embeddings": 65536, "rope_theta": 10000.0, "rms_norm_eps": 1e-5,
     "torch_dtype": "bfloat16", "hidden_act": "silu", "tie_word_embeddings": False, "bos_token_id": 1, "eos_token_id": 2,
 }  # fmt: skip
+REPO = Path(__file__).resolve().parents[1]
 CHUNK = 8192
 """Tokens of a step, and so of a prefill chunk."""
 SOURCE_TOKENS = 2048
@@ -54,11 +58,12 @@ def graph_sizes(max_requests: int) -> list[int]:
 def start(
     model: str, dtype: str, max_model_len: int, max_requests: int, kv_cache_memory: int | None, ranks: int = 1,
     recent_tokens: int | None = None, chunk: int = CHUNK, compilation: dict[str, Any] | None = None,
-    memory_share: float = 0.9, drafts: int = 0, batches: Sequence[int] = (), **more: Any,
+    memory_share: float = 0.9, drafts: int = 0, batches: Sequence[int] = (), rope_bits: int | None = None, **more: Any,
 ) -> LLM:  # fmt: skip
     """An engine with dummy weights on `ranks` devices; `kv_cache_memory` in bytes, None for what a device has left.
 
-    `recent_tokens`: of the packed dtypes' recent window; None: their default. `chunk`: tokens of a step.
+    `recent_tokens`: of the packed dtypes' recent window; None: their default. `rope_bits`: of the RoPE part of packed
+    latents, likewise. `chunk`: tokens of a step.
     `compilation`: vLLM's, by default CUDA graphs for steps of decodes alone and no compiler, to start sooner.
     `memory_share`: of the device; less where engines share it. `drafts`: tokens of an n-gram draft that each step of a
     request verifies, and refuses. `batches`: requests of the CUDA graphs; () for `graph_sizes`. `more`: arguments of
@@ -66,7 +71,9 @@ def start(
     """
     from vllm import LLM
 
-    options = {} if recent_tokens is None else {"additional_config": {"packed_kv": {"recent_tokens": recent_tokens}}}
+    packed = {"recent_tokens": recent_tokens, "latent_rope_bits": rope_bits}
+    packed = {name: value for name, value in packed.items() if value is not None}
+    options = {"additional_config": {"packed_kv": packed}} if packed else {}
     if compilation is None:
         sizes = [(1 + drafts) * size for size in (sorted({*batches}) or graph_sizes(max_requests))]
         compilation = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": sizes}
@@ -84,34 +91,80 @@ def start(
     )  # fmt: skip
 
 
+def random_weights() -> None:
+    """Let engines that start later have random weights as of a model, in the place of vLLM's dummy ones, of which all
+    keys are alike: an indexer's picks would be, too."""
+    import pytest
+
+    sys.path.append(str(REPO / "tests" / "support"))
+    import sparse_models
+
+    sparse_models.random_weights(pytest.MonkeyPatch())
+
+
+def spare_search() -> None:
+    """Let Triton take the first configuration of each kernel that it would search for one: in models with states those
+    that serve prompts, which takes it a minute."""
+    sys.path += [str(REPO / "scripts" / "architectures"), str(REPO / "quality")]
+    import coverage_engine
+
+    coverage_engine.keep_one_configuration()
+
+
 def attention_layers(worker: Any) -> list[Any]:
     """In a worker: the layers that attend, without those that only keep recent tokens."""
     layers = worker.model_runner.vllm_config.compilation_config.static_forward_context.values()
     return [layer for layer in layers if hasattr(layer, "kv_cache_dtype")]
 
 
+def paged_layers(worker: Any) -> list[Any]:
+    """In a worker: the layers that attend, and the caches of their indexers, which have pages of the same blocks."""
+    attending = attention_layers(worker)
+    indexers = (getattr(layer, "indexer", None) for layer in attending)
+    return [*attending, *(indexer.k_cache for indexer in indexers if indexer is not None)]
+
+
+def rows_of(ids: list[int], a_block: int, device: torch.device) -> torch.Tensor:
+    """Rows of blocks in a cache that has `a_block` of them a block."""
+    return (torch.tensor(ids, device=device)[:, None] * a_block + torch.arange(a_block, device=device)).flatten()
+
+
 def keep_pages(worker: Any, ids: list[int], blocks: int) -> None:
     """In a worker: keep the pages of the blocks `ids`, of `blocks`, for `spread_pages`."""
     worker.kept_pages = []
-    for cache in (layer.kv_cache for layer in attention_layers(worker)):
+    for cache in (layer.kv_cache for layer in paged_layers(worker)):
         pages = cache.view(torch.uint8)
         a_block = len(pages) // blocks  # vLLM may cut a block into several of the kernel
-        rows = torch.tensor(ids, device=pages.device)[:, None] * a_block
-        source = pages[(rows + torch.arange(a_block, device=pages.device)).flatten()]
-        worker.kept_pages.append((pages, source))
+        worker.kept_pages.append((pages, a_block, pages[rows_of(ids, a_block, pages.device)]))
 
 
 def spread_pages(worker: Any) -> None:
     """In a worker: copy the pages that are kept over all others."""
-    for pages, source in worker.kept_pages:
+    for pages, _, source in worker.kept_pages:
         for first in range(0, len(pages), len(source)):
             target = pages[first : first + len(source)]
             target.copy_(source[: len(target)])
 
 
+def spread_over(worker: Any, ids: list[int]) -> None:
+    """In a worker: copy the pages that are kept over those of the blocks `ids`."""
+    for pages, a_block, source in worker.kept_pages:
+        rows = rows_of(ids, a_block, pages.device)
+        for part in rows.split(len(source)):
+            pages[part] = source[: len(part)]
+
+
+def clear_states(worker: Any) -> None:
+    """In a worker: fill the states of all blocks, and so the pages in their memory, with zeros."""
+    for layer in worker.model_runner.vllm_config.compilation_config.static_forward_context.values():
+        if isinstance(cache := getattr(layer, "kv_cache", None), (list, tuple)):
+            for state in cache:
+                state.zero_()
+
+
 def cache_bytes(worker: Any) -> int:
     """In a worker: bytes of its KV cache."""
-    return sum(layer.kv_cache.nbytes for layer in attention_layers(worker))
+    return sum(layer.kv_cache.nbytes for layer in paged_layers(worker))
 
 
 def attention_backends(worker: Any) -> str:
@@ -165,13 +218,20 @@ class Engine:
 
     def __init__(self, llm: LLM) -> None:
         from packed_kv.window.size import find_window
+        from vllm.v1.kv_cache_interface import MambaSpec
 
         self.llm, self.engine = llm, llm.llm_engine
         self.scheduler = self.engine.engine_core.engine_core.scheduler
         self.vocabulary = self.engine.model_config.get_vocab_size()
         self.block_size = self.engine.vllm_config.cache_config.block_size
         self.blocks = self.scheduler.kv_cache_config.num_blocks
-        self.groups = len(self.scheduler.kv_cache_config.prefix_cacheable_groups)
+        config = self.scheduler.kv_cache_config
+        self.states = [isinstance(group.kv_cache_spec, MambaSpec) for group in config.kv_cache_groups].count(True)
+        self.paged = [
+            group in config.prefix_cacheable_groups and not isinstance(group.kv_cache_spec, MambaSpec)
+            for group in config.kv_cache_groups
+        ]
+        self.groups = self.paged.count(True)
         self.drafts = self.engine.vllm_config.num_speculative_tokens
         self.window = find_window(self.engine.vllm_config)[0]
         self._added = 0
@@ -181,27 +241,30 @@ class Engine:
         return self.llm.collective_rpc(attention_backends)[0]
 
     def fill_pages(self) -> None:
-        """Prefill one prompt and copy its pages over all others."""
-        tokens = min(SOURCE_TOKENS, self.engine.model_config.max_model_len - SPARE_TOKENS)
+        """Prefill one prompt and copy its pages over all others, but where states are: they are copied later."""
+        tokens = max(SOURCE_TOKENS, self.block_size)  # which beside states are thousands
+        tokens = min(tokens, self.engine.model_config.max_model_len - SPARE_TOKENS)
         self._add(tokens, SPARE_TOKENS)
         while not self._step():
             pass
         (request,) = self.scheduler.running
-        config = self.scheduler.kv_cache_config
-        of_groups = zip(
-            config.kv_cache_groups, self.scheduler.kv_cache_manager.get_block_ids(request.request_id), strict=True
-        )
-        paged = [ids for group, ids in of_groups if group in config.prefix_cacheable_groups]  # no rings
-        ids = max(paged, key=lambda ids: len(set(ids)))  # of full attention: all of its blocks are there
-        self.llm.collective_rpc(keep_pages, args=(ids[: tokens // self.block_size], self.blocks))
+        ids = max(self._paged_ids(request), key=lambda ids: len(set(ids)))  # of full attention: all blocks are there
+        self.llm.collective_rpc(keep_pages, args=(ids[: max(1, tokens // self.block_size)], self.blocks))
         self._drain()
-        self.llm.collective_rpc(spread_pages)
+        if not self.states:
+            self.llm.collective_rpc(spread_pages)
+
+    def _paged_ids(self, request: Any) -> list[list[int]]:
+        """Blocks of a request in each group that has pages, and neither rings nor states."""
+        ids = self.scheduler.kv_cache_manager.get_block_ids(request.request_id)
+        return [of_group for of_group, is_paged in zip(ids, self.paged, strict=True) if is_paged]
 
     def fits(self, requests: int, context: int, steps: int, prompt: int = 0) -> bool:
         """True if the cache holds what `decode_steps` needs, or `mixed_steps`: two prompts beside the decodes."""
         tokens = context + WARM_UP_STEPS + steps + SPARE_TOKENS + self.drafts
         blocks = requests * -(-tokens // self.block_size) + 2 * -(-prompt // self.block_size)
-        return blocks * self.groups < self.blocks
+        states = (requests + 2 * (prompt > 0)) * self.states
+        return blocks * self.groups + states < self.blocks
 
     def decode_steps(self, requests: int, context: int, steps: int) -> list[float]:
         """Seconds of each of `steps` steps in which `requests` requests decode, with `context` tokens or a few more.
@@ -304,8 +367,9 @@ class Engine:
 
         Pages and rings share memory, and bytes of pages, read as a ring, may be NaN. So pages are copied once more,
         over rings of earlier requests, and the new ones first decode a window of tokens, which fills their rings.
+        Beside states zeros do the same.
         """
-        self.llm.collective_rpc(spread_pages)
+        self.llm.collective_rpc(clear_states if self.states else spread_pages)
         prompt, warm_up = context - self.window, self.window + WARM_UP_STEPS
         for _ in range(requests):
             self._add(prompt, warm_up + steps + SPARE_TOKENS)
@@ -313,6 +377,9 @@ class Engine:
             request.num_computed_tokens = prompt - 1  # as after a transfer from another engine's cache
         while self._step() < requests:
             pass
+        if self.scheduler.needs_kv_cache_zeroing:
+            ids = [block for request in self.scheduler.running for found in self._paged_ids(request) for block in found]
+            self.llm.collective_rpc(spread_over, args=(ids,))
         for _ in range(warm_up):
             self._step()
 

@@ -60,8 +60,17 @@ def parse_arguments() -> argparse.Namespace:
     add("--recent-tokens", type=int, help="of the packed dtypes' recent window (default: theirs; 0: none)")
     add("--tensor-parallel", type=int, default=1, help="devices that share the model (default: %(default)s)")
     add("--kv-cache-memory", type=float, help="bytes of KV cache of the engine (default: what the device has left)")
+    add("--block-size", type=int, help="tokens (default: vLLM's)")
+    add("--rope-bits", type=int, choices=(16, 8), help="of packed latents (default: theirs)")
+    add("--random-weights", action="store_true", help="as of a model; with vLLM's dummy ones an indexer's keys are all "
+        "alike")  # fmt: skip
+    add("--no-search", action="store_true", help="do not let Triton search for configurations of kernels, which are of "
+        "prompts where layers have states: to start sooner, where no prompt is timed")  # fmt: skip
     workers.add_arguments(parser, timeout=300)
-    return made_up_calibration.parse(parser)
+    options = made_up_calibration.parse(parser)
+    if options.no_search and (options.prefill or options.budget):
+        parser.error("--no-search makes prompts slower, which are timed here; add --prefill --budget 0")
+    return options
 
 
 def with_drafts(options: argparse.Namespace) -> argparse.Namespace:
@@ -89,16 +98,25 @@ def measure(name: str, options: argparse.Namespace) -> None:
     batches = () if options.budget else [requests for requests, _ in shapes] or [1]
     ranks = options.tensor_parallel
     memory = int(options.kv_cache_memory) if options.kv_cache_memory else None
+    block_size = {"block_size": options.block_size} if options.block_size else {}
+    if options.random_weights:
+        engine.random_weights()
+    if options.no_search:
+        engine.spare_search()
     with nullcontext(options.model) if options.model else tempfile.TemporaryDirectory() as folder:
         model = folder if options.model else engine.write_model(folder, options.means)
         longest, recent = max(lengths) + SPARE_TOKENS, options.recent_tokens
-        llm = engine.start(model, dtype, longest, most, memory, ranks, recent, drafts=int(drafts or 0), batches=batches)
+        llm = engine.start(
+            model, dtype, longest, most, memory, ranks, recent, drafts=int(drafts or 0), batches=batches,
+            rope_bits=options.rope_bits, **block_size,
+        )  # fmt: skip
         device = engine.Engine(llm)
         shape = parse(json.loads(Path(model, "config.json").read_text()), name, ranks)
     made_with = {
         "ranks": ranks,
         "recent_tokens": recent,
         **made_up_calibration.columns(options),
+        **({"rope_bits": options.rope_bits if dtype in FORMATS else 16} if options.rope_bits else {}),
         "attention": device.attention(),
         **rows.machine(),
     }

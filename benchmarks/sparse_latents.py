@@ -1,13 +1,15 @@
 """Time of decode attention over picked latents (DeepSeek V3.2, GLM-5), a layer: packed rows beside vLLM's kernels.
 
     python benchmarks/sparse_latents.py [--dtypes NAME ...] [--heads N ...] [--tokens N] [--picks N]
-        [--rope-bits {16,8}]
+        [--rope-bits {16,8}] [--schedule]
 
 `rows` is the CUDA kernel over packed rows. `gather` gathers them to bf16 for vLLM's `flash_mla_sparse_fwd`. `fp8` is
 FlashMLA over `fp8_ds_mla`, as FLASHMLA_SPARSE has it; `fa3` FlashAttention 3 over bf16, as FLASH_ATTN_MLA_SPARSE.
 FlashMLA pads heads to 64 or 128. Each layer has a cache of its own, of which every query token reads picks of its own
 request in any order; a CUDA graph holds one round of the layers. Ratios are to `fp8`. `rows` is compared with the
-reference and with `gather`. What fails is reported and left out.
+reference and with `gather`. What fails is reported and left out. --schedule times the launch that distributes picks
+over the card instead, which runs once a step, in room for few query tokens and for many, as 1,024 requests with three
+drafts each have.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import argparse
 import sys
 import traceback
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from latent_kernels import BLOCK_SIZE, RANK, ROPE
@@ -31,6 +34,8 @@ from pair_kernels import interleaved
 LAYERS, CONTEXT, SCALE, BF16 = 4, 8192, 192**-0.5, torch.bfloat16
 GOALS = {8: 0.65, 16: 0.65, 64: 0.90, 128: 1.10}
 FP8_BYTES = 656
+ROOMS, SCHEDULED, SCHEDULES = (64, 4096), (1, 8, 64), 20
+"""Query tokens that a schedule has room for, those of a step, and launches that are timed in one graph."""
 REFERENCE_TOKENS = 4
 """Query tokens that are compared with the reference."""
 
@@ -167,6 +172,26 @@ def attempt(name: str, make: Callable[[], Callable[[], None]]) -> float | None:
         return None
 
 
+def time_schedules(heads: int, picks: int) -> None:
+    """Print the time of a launch that makes a step's schedule."""
+    sm_count = torch.cuda.get_device_properties(0).multi_processor_count
+    partitions = cuda.shape_of(heads, sm_count).partitions
+    for tokens in SCHEDULED:
+        counts = torch.full((tokens,), picks, dtype=torch.int32, device="cuda")
+        rounds: dict[str, Callable[[], None]] = {}
+        for room in ROOMS:
+            scheduler = LatentScheduler(room, sm_count, counts.device)
+            rounds[str(room)] = partial(repeated, scheduler, counts, partitions)
+        times = interleaved(rounds, SCHEDULES)
+        said = ", ".join(f"room for {room} {times[room][1]:.1f}" for room in times)
+        print(f"schedule of {tokens:2} query tokens, {heads} heads: {said} us", flush=True)
+
+
+def repeated(scheduler: LatentScheduler, counts: torch.Tensor, partitions: int) -> None:
+    for _ in range(SCHEDULES):
+        scheduler(counts, partitions)
+
+
 def relative(found: torch.Tensor, expected: torch.Tensor) -> float:
     return float((found.float() - expected.float()).norm() / expected.float().norm())
 
@@ -178,9 +203,15 @@ def main() -> int:
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--picks", type=int, default=2048)
     parser.add_argument("--rope-bits", type=int, default=16, choices=(16, 8))
+    parser.add_argument("--schedule", action="store_true", help="time the schedule of a step, and no attention")
     asked = parser.parse_args()
     if asked.picks > CONTEXT:
         parser.error(f"--picks {asked.picks}: at most {CONTEXT}, the tokens of a request")
+    if asked.schedule:
+        print(torch.cuda.get_device_name())
+        for heads in asked.heads:
+            time_schedules(heads, asked.picks)
+        return 0
     torch.manual_seed(0)
     codecs = {
         name: LatentRowCodec(FORMATS[name], RANK, ROPE, "cuda", rope_bits=asked.rope_bits) for name in asked.dtypes

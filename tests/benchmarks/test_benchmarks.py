@@ -11,7 +11,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
+import latent_hybrids
 import pytest
+import sparse_models
+import tiny_models
+import torch
 from checkout import DEMO_MODEL, REPO
 from packed_kv import FORMATS
 
@@ -127,8 +131,69 @@ def test_tables_of_capacity_show_the_last_row_of_a_case(tmp_path: Path) -> None:
     assert f"| vllm | {DTYPE} | 250 (2.50) | 1 |" in run("measured.py", "--of", str(tmp_path))
 
 
+def test_pages_beside_states_are_filled_behind_their_zeroing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM zeroes blocks that it hands out beside states: requests read what the model wrote all the same, of the first
+    shape and of the next, and their states are numbers, though they lie where pages were."""
+    import bench_engine
+    from vllm.distributed import cleanup_dist_env_and_memory
+
+    model = latent_hybrids.install(monkeypatch, tmp_path / "model", "kimi")
+    llm = bench_engine.start(model, "tq4", 512, 2, 16 << 20, recent_tokens=0)
+    try:
+        engine = bench_engine.Engine(llm)
+        assert (engine.states, engine.groups, engine.scheduler.needs_kv_cache_zeroing) == (2, 1, True)
+        assert engine.fits(2, 400, 1) and not engine.fits(2, 400 * engine.blocks, 1)
+        engine.fill_pages()
+        worker, manager = llm.llm_engine.model_executor.driver_worker, engine.scheduler.kv_cache_manager
+        layers = worker.model_runner.vllm_config.compilation_config.static_forward_context.values()
+        states = [state for layer in layers if isinstance(layer.kv_cache, (list, tuple)) for state in layer.kv_cache]
+        step, found = engine.engine.step, []
+
+        def recorded_step():
+            outputs = step()
+            for request in engine.scheduler.running:
+                (pages,) = engine._paged_ids(request)
+                of_states = [of_group[0] for of_group in manager.get_block_ids(request.request_id) if of_group != pages]
+                written = all(torch.equal(cache[pages[0]], source[0]) for cache, _, source in worker.kept_pages)
+                found.append((written, all(state[of_states].isfinite().all() for state in states)))
+            return outputs
+
+        monkeypatch.setattr(engine.engine, "step", recorded_step)
+        for _ in range(2):
+            assert len(engine.decode_steps(2, 400, 1)) == 1
+            assert found[-2:] == [(True, True)] * 2
+    finally:
+        llm.llm_engine.engine_core.shutdown()
+        cleanup_dist_env_and_memory()
+
+
+def test_keys_of_an_indexer_are_filled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else all tokens would score alike. Its keys on a CPU lie elsewhere; it marks the pages that would have them."""
+    import bench_engine
+    from vllm.distributed import cleanup_dist_env_and_memory
+
+    sparse_models.install(monkeypatch)
+    model = tiny_models.save(tiny_models.deepseek_v32(), tmp_path)
+    llm = bench_engine.start(
+        model, "tq4", 256, 2, 4 << 20, compilation={"custom_ops": ["none"]}, rope_bits=8, block_size=16
+    )  # fmt: skip
+    try:
+        engine = bench_engine.Engine(llm)
+        engine.fill_pages()
+        layers = bench_engine.paged_layers(llm.llm_engine.model_executor.driver_worker)
+        widths = [layer.kv_cache.shape[-1] for layer in layers]
+        assert sorted(set(widths)) == [132, 352] and widths.count(132) == widths.count(352)
+        for layer in layers:
+            assert layer.kv_cache.flatten(1).any(dim=1).all()
+        assert engine.block_size == 16 and len(engine.decode_steps(2, 64, 1)) == 1
+    finally:
+        llm.llm_engine.engine_core.shutdown()
+        cleanup_dist_env_and_memory()
+
+
 def test_pages_are_filled_and_requests_share_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every page holds what the model wrote, and every request reads pages of its own and verifies whole drafts.
+    """Every page holds what the model wrote, and every request reads pages of its own and verifies whole drafts. It
+    stands behind the other engines: drafts of n-grams load numba, beside which vLLM 0.32 starts one engine.
 
     On a GPU vLLM always drafts, and refuses all drafts if told to; here it drafts only where it finds an n-gram.
     """
