@@ -180,6 +180,8 @@ LONG = {"requests": ("32", "128", "8"), "context": ("8192", "2048", "32768")}
 OURS = ("tq4", "turboquant35", "turboquant25")
 SHOWN = ("auto", "fp8", "tq4", "turboquant25")
 OTHERS = ("tq3", "int4_per_token_head", "turboquant_4bit_nc")
+ROPE_BITS = {"dtype": "ms, requests x context:", "rope_bits": "bits of RoPE"}
+FP8_CACHE = {"dtype": "fp8", "rope_bits": "16"}
 DRAFTS = {"drafts": "drafts", "dtype": "ms"}
 SERVED = {"output tokens/s": ratio("output_tokens_s", tables.rounded), "TTFT, ms": ratio("p50_ttft_ms", tables.rounded),
           "TPOT, ms": ratio("p50_tpot_ms", lambda cell: f"{float(cell):.1f}")}  # fmt: skip
@@ -240,6 +242,11 @@ def shows(names: Iterable[str] | Mapping[str, str]) -> dict[str, Show]:
     return {title: text(name) for title, name in titled.items()}
 
 
+def once_measured(*specs: Spec) -> list[Spec]:
+    """Return the tables whose files are there; a page needs the markers of these alone."""
+    return [spec for spec in specs if isinstance(spec.files, str) and (RESULTS / spec.files).exists()]
+
+
 SERVER = released("serve.csv", "auto", "fp8", *OURS)
 STARTS = released("startup.csv", "auto", "tq4", "turboquant25")
 SPECS: Mapping[str, Sequence[Spec]] = {
@@ -269,6 +276,12 @@ SPECS: Mapping[str, Sequence[Spec]] = {
         Spec("latent-steps", released("glm_flash.csv", "auto", "tq4"), STEPS, STEP, CASE),
         Spec("latent-prefill", released("glm_flash_prefill.csv", "auto", "tq4"), {"dtype": "tokens/s, tokens:"},
              TOKENS_S, ("tokens",)),
+        *once_measured(
+            Spec("sparse-steps", released("sparse.csv"), ROPE_BITS, STEP, CASE, base=FP8_CACHE),
+            Spec("sparse-prefill", released("sparse_prefill.csv"), ROPE_BITS | {"dtype": "tokens/s, tokens:"}, TOKENS_S,
+                 ("tokens",), base=FP8_CACHE),
+            Spec("kimi-steps", released("kimi_linear.csv"), STEPS, STEP, CASE),
+        ),
         Spec("tensor-parallel", {"tensor_parallel_one.csv": "", "tensor_parallel.csv": ""}, {"ranks": "GPUs",
              "dtype": "ms"}, STEP, CASE, prepare=list),
         Spec("cpu", "cpu_engine.csv", {"what": "what", "dtype": "dtype"}, {"ms": text("ms"),
@@ -357,7 +370,8 @@ SPECS: Mapping[str, Sequence[Spec]] = {
 
 AGAIN = {"steps-others": "others", "recent-window": "window0 window64", "means": "unmeant means", "mixed": "mixed",
          "verify": "drafts", "verify-shapes": "llama qwen glm", "gpt-oss": "gptoss", "latent-steps": "latents",
-         "latent-prefill": "latents", "server-summary": "server", "server": "server",
+         "latent-prefill": "latents", "sparse-steps": "sparse", "sparse-prefill": "sparse", "kimi-steps": "kimi",
+         "server-summary": "server", "server": "server",
          "server-settings": "server streams engine", "startup": "startup compiled"}  # fmt: skip
 """Table -> the parts of release.py that make its rows."""
 APART = {

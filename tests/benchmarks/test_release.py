@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import subprocess
 import sys
@@ -193,3 +194,21 @@ def test_a_release_is_adopted(tmp_path: Path) -> None:
     assert "\r" not in (results / "throughput.csv").read_text()
     (out / "runs/throughput-tq4/done").unlink()
     assert "no longer there: dtype tq4, requests 48" in adopt()
+
+
+def test_options_of_parts_are_those_of_decode(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+    """And each shape that they name has a config, of a model that is known."""
+    import decode
+    from packed_kv.model_shape import parse
+    from release import PARTS
+
+    for part in PARTS.values():
+        if part.script == "decode.py":
+            monkeypatch.setattr(sys, "argv", ["decode.py", *part.options.split(), "--dtypes", *part.dtypes])
+            options = decode.with_drafts(decode.parse_arguments())
+            if options.model:
+                parse(json.loads(Path(options.model, "config.json").read_text()), Path(options.model).name)
+    monkeypatch.setattr(sys, "argv", ["decode.py", "--no-search", "--budget", "0"])
+    with pytest.raises(SystemExit):
+        decode.parse_arguments()
+    assert "--no-search makes prompts slower" in capsys.readouterr().err

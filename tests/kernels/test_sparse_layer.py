@@ -99,9 +99,7 @@ READS_ROWS = pytest.mark.parametrize(
 @READS_ROWS
 @pytest.mark.parametrize("most_rows", [120, 400], ids=["in parts", "at once"])
 @pytest.mark.parametrize(("name", "heads"), [("tq4", 16), ("turboquant25", 5)])
-def test_a_batch(
-    name: str, heads: int, most_rows: int, monkeypatch: pytest.MonkeyPatch, *, reads_rows: bool
-) -> None:
+def test_a_batch(name: str, heads: int, most_rows: int, monkeypatch: pytest.MonkeyPatch, *, reads_rows: bool) -> None:
     """Also in slices of 16 query tokens."""
     monkeypatch.setattr(picks_on_cuda, "SLICE_TOKENS", 16)
     codec = codec_of(name)
