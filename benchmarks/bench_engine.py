@@ -58,12 +58,11 @@ def graph_sizes(max_requests: int) -> list[int]:
 def start(
     model: str, dtype: str, max_model_len: int, max_requests: int, kv_cache_memory: int | None, ranks: int = 1,
     recent_tokens: int | None = None, chunk: int = CHUNK, compilation: dict[str, Any] | None = None,
-    memory_share: float = 0.9, drafts: int = 0, batches: Sequence[int] = (), rope_bits: int | None = None, **more: Any,
+    memory_share: float = 0.9, drafts: int = 0, batches: Sequence[int] = (), **more: Any,
 ) -> LLM:  # fmt: skip
     """An engine with dummy weights on `ranks` devices; `kv_cache_memory` in bytes, None for what a device has left.
 
-    `recent_tokens`: of the packed dtypes' recent window; None: their default. `rope_bits`: of the RoPE part of packed
-    latents, likewise. `chunk`: tokens of a step.
+    `recent_tokens`: of the packed dtypes' recent window; None: their default. `chunk`: tokens of a step.
     `compilation`: vLLM's, by default CUDA graphs for steps of decodes alone and no compiler, to start sooner.
     `memory_share`: of the device; less where engines share it. `drafts`: tokens of an n-gram draft that each step of a
     request verifies, and refuses. `batches`: requests of the CUDA graphs; () for `graph_sizes`. `more`: arguments of
@@ -71,9 +70,9 @@ def start(
     """
     from vllm import LLM
 
-    packed = {"recent_tokens": recent_tokens, "latent_rope_bits": rope_bits}
-    packed = {name: value for name, value in packed.items() if value is not None}
-    options = {"additional_config": {"packed_kv": packed}} if packed else {}
+    given = more.pop("additional_config", {})
+    if recent_tokens is not None:
+        given = {**given, "packed_kv": {**given.get("packed_kv", {}), "recent_tokens": recent_tokens}}
     if compilation is None:
         sizes = [(1 + drafts) * size for size in (sorted({*batches}) or graph_sizes(max_requests))]
         compilation = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": sizes}
@@ -87,7 +86,7 @@ def start(
         gpu_memory_utilization=memory_share, kv_cache_memory_bytes=kv_cache_memory,
         tensor_parallel_size=ranks, distributed_executor_backend="mp" if ranks > 1 else "uni",
         compilation_config=compilation, cudagraph_metrics=True,
-        **options, **({"enable_prefix_caching": False} | more),
+        additional_config=given, **({"enable_prefix_caching": False} | more),
     )  # fmt: skip
 
 

@@ -30,6 +30,7 @@ import tempfile
 import time
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import made_up_calibration
 import rows
@@ -98,7 +99,9 @@ def measure(name: str, options: argparse.Namespace) -> None:
     batches = () if options.budget else [requests for requests, _ in shapes] or [1]
     ranks = options.tensor_parallel
     memory = int(options.kv_cache_memory) if options.kv_cache_memory else None
-    block_size = {"block_size": options.block_size} if options.block_size else {}
+    more: dict[str, Any] = {"block_size": options.block_size} if options.block_size else {}
+    if options.rope_bits:
+        more["additional_config"] = {"packed_kv": {"latent_rope_bits": options.rope_bits}}
     if options.random_weights:
         engine.random_weights()
     if options.no_search:
@@ -106,10 +109,8 @@ def measure(name: str, options: argparse.Namespace) -> None:
     with nullcontext(options.model) if options.model else tempfile.TemporaryDirectory() as folder:
         model = folder if options.model else engine.write_model(folder, options.means)
         longest, recent = max(lengths) + SPARE_TOKENS, options.recent_tokens
-        llm = engine.start(
-            model, dtype, longest, most, memory, ranks, recent, drafts=int(drafts or 0), batches=batches,
-            rope_bits=options.rope_bits, **block_size,
-        )  # fmt: skip
+        limits = longest, most, memory, ranks, recent
+        llm = engine.start(model, dtype, *limits, drafts=int(drafts or 0), batches=batches, **more)
         device = engine.Engine(llm)
         shape = parse(json.loads(Path(model, "config.json").read_text()), name, ranks)
     made_with = {

@@ -174,9 +174,8 @@ def test_keys_of_an_indexer_are_filled(tmp_path: Path, monkeypatch: pytest.Monke
 
     sparse_models.install(monkeypatch)
     model = tiny_models.save(tiny_models.deepseek_v32(), tmp_path)
-    llm = bench_engine.start(
-        model, "tq4", 256, 2, 4 << 20, compilation={"custom_ops": ["none"]}, rope_bits=8, block_size=16
-    )  # fmt: skip
+    options = {"additional_config": {"packed_kv": {"latent_rope_bits": 8}}, "block_size": 16}
+    llm = bench_engine.start(model, "tq4", 256, 2, 4 << 20, compilation={"custom_ops": ["none"]}, **options)
     try:
         engine = bench_engine.Engine(llm)
         engine.fill_pages()
