@@ -69,8 +69,7 @@ def test_there_are_engines_of_many_kinds() -> None:
 def test_requests_are_those_that_a_measured_engine_held() -> None:
     """20 GB for the 8B shape at 8,192 + 256 tokens: benchmarks/results/release/throughput.csv."""
     for row in rows("release/throughput.csv"):
-        window = 0 if row["commit"] == "01af9b2" else 64  # that commit counted no rings
-        serving = cache.Serving(int(row["input"]) + int(row["output"]), recent_tokens=window)
+        serving = cache.Serving(int(row["input"]) + int(row["output"]), recent_tokens=64)
         dtype = "bf16" if row["dtype"] == "auto" else row["dtype"]
         shape = parse(SHAPE_8B, "8B")
         assert cache.capacity(shape, dtype, serving, int(row["kv_bytes"])).requests == int(row["fit"]), row
