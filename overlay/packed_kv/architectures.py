@@ -15,12 +15,15 @@ OWN_BACKENDS = (
 """Architectures whose layers choose an attention backend themselves, or write and read their pages themselves."""
 SPARSE = ("Glm5Next",)
 """Architectures whose layers read only some tokens of the cache, whatever their configs say."""
-SPARSE_LATENTS = ("DeepseekV32", "GlmMoeDsa")
-"""Architectures, drafts among them, whose layers read picked latents by the class that packed pages serve."""
+PLAIN_SPARSE_LATENTS = ("HYV4",)
+"""Those of `SPARSE_LATENTS` whose layers are vLLM's plain ones, also on CUDA: their models keep the store of a batch and
+its attention in one part of a CUDA graph, or outside of it."""
+SPARSE_LATENTS = ("DeepseekV32", "GlmMoeDsa", *PLAIN_SPARSE_LATENTS)
+"""Architectures, drafts among them, whose layers read picked latents by a class that packed pages serve."""
 BOTH_WAYS = ("HrmText",)
 """Architectures whose prompts are read in both directions (prefix LM)."""
 LATENT_SINKS = ("HYV4",)
-"""Architectures with latent attention and a learned sink a head, which vLLM drops where a backend cannot have it."""
+"""Architectures with latent attention and a learned sink a head, unless their configs say otherwise."""
 OWN_LATENTS = ("Dots3Note",)
 """Architectures with latent attention in layers of a class of their own. Kimi's is served."""
 LAYER_OPTIONS = {"Rnj1": "chunk_lookback"}

@@ -26,9 +26,12 @@ MAX_PADDING = 1.5
 the smaller pages; beside a skipped layer in bf16 a packed page would take 3.8 times its content or more."""
 DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 
+PICKING_KINDS = ("deepseek_sparse_attention", "indexed_attention", "sparse_attention", "sparse")
+"""Words of `layer_types` for layers that read picked tokens, as vLLM's models/hy_v4 knows them."""
 KINDS = {
     "full_attention": ("full",),
     "attention": ("full",),
+    **dict.fromkeys(PICKING_KINDS, ("full",)),
     "sliding_attention": ("sliding",),
     "chunked_attention": ("chunked",),
     "linear_attention": ("state",),
@@ -212,11 +215,19 @@ def picks_tokens(text: Config) -> bool:
     return reads_latents(text) and text.get("index_topk") is not None
 
 
+def all_pick(layer_types: object) -> bool:
+    """True if `layer_types` of a config says of every layer that it reads picked tokens."""
+    return isinstance(layer_types, list | tuple) and bool(layer_types) and {*layer_types} <= {*PICKING_KINDS}
+
+
 def index_bytes(text: Config, number: int) -> int:
     """Bytes of a token's index key in a layer; 0 where it takes another layer's picks. As vLLM's
-    `models/deepseek_v32/attention.py`. Raises BadInput."""
+    `models/deepseek_v32/attention.py`, and for Hy4 `models/hy_v4`. Raises BadInput."""
     pattern, every = text.get("index_topk_pattern"), whole(text, "index_topk_freq", default=1)
-    if isinstance(pattern, str | list):
+    if word(text, "model_type") == "hy_v4":
+        types = listed(text, "indexer_types", of=str, least=text["num_hidden_layers"])
+        takes_picks = types[number] == "shared" if types else number > 0 and number % 4 != 1
+    elif isinstance(pattern, str | list):
         takes_picks = number < len(pattern) and pattern[number] == "S"
     else:
         behind = max(number - whole(text, "index_skip_topk_offset", default=2) + 1, 0)

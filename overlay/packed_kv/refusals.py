@@ -13,7 +13,6 @@ from typing import NamedTuple
 from .architectures import (
     BOTH_WAYS,
     IGNORES_KV_CACHE_DTYPE,
-    LATENT_SINKS,
     LAYER_OPTIONS,
     OWN_BACKENDS,
     OWN_DRAFT_METHODS,
@@ -236,9 +235,9 @@ RULES: tuple[Rule, ...] = (
          lambda f: f.architecture.name in IGNORES_KV_CACHE_DTYPE
          and f"{f.architecture.name}, whose pages would stay dense",
          is_of_model=True),
-    Rule("latent attention (MLA) with attention sinks", "`learnable_sink`, `architectures`",
-         lambda f: (f.latents.has_sinks or _is_named(f, LATENT_SINKS))
-         and f"{_model(f)}, whose sinks vLLM would leave out",
+    Rule("dense latent attention (MLA) with attention sinks", "`learnable_sink`, `layer_types`, `architectures`",
+         lambda f: f.latents.has_dense_sinks
+         and f"{_model(f)}, and packed pages have sinks in layers that read picked tokens alone",
          is_of_model=True),
     Rule("sparse attention", "`index_topk`, `architectures`; vLLM's `use_sparse`",
          lambda f: (f.latents.is_sparse or _is_named(f, SPARSE)) and not _is_named(f, SPARSE_LATENTS)

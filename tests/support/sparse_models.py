@@ -189,9 +189,11 @@ def install(patch: pytest.MonkeyPatch) -> None:
     """Let vLLM's CPU platform run the model, with `custom_ops: ["none"]`."""
     import vllm.model_executor.layers.sparse_attn_indexer as indexer
     import vllm.model_executor.models.deepseek_v2 as deepseek
+    import vllm.models.hy_v4.nvidia.attention as hy_v4
     import vllm.v1.attention.ops.metadata as metadata
 
     patch.setattr(metadata, "compute_token_to_req_indices", requests_of_tokens)
-    patch.setattr(deepseek, "per_token_group_quant_fp8", lambda x, *_args, **_options: (x, torch.ones(len(x), 1)))
+    for module in (deepseek, hy_v4):
+        patch.setattr(module, "per_token_group_quant_fp8", lambda x, *_args, **_options: (x, torch.ones(len(x), 1)))
     patch.setattr(deepseek.DeepseekV32IndexerCache, "get_attn_backend", lambda _self: IndexBackend)
     patch.setattr(indexer.SparseAttnIndexer, "forward_cpu", pick)

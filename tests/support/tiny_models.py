@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib
 import json
+import re
 from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
@@ -169,6 +170,26 @@ def deepseek_v32(**options: object) -> PretrainedConfig:
     return transformers.DeepseekV32Config(**{**of_model, **special, **options})
 
 
+def hy_v4(**options: object) -> PretrainedConfig:
+    """The same with sinks, gates and hyper-connections; the second layer takes the first one's picks."""
+    special = {
+        **LATENTS,
+        "q_lora_rank": 64,
+        "rms_norm_eps": 1e-6,
+        "index_topk": 24,
+        "index_n_heads": 32,
+        "indexer_types": ["full", "shared", "full"],
+        "mlp_layer_types": ["dense"] * 3,
+        "pad_token_id": None,
+        "bos_token_id": 0,
+        "eos_token_id": 1,
+        "tie_word_embeddings": False,
+        "architectures": ["HYV4ForCausalLM"],
+    }
+    of_model = {name: value for name, value in SMALL.items() if name != "head_dim"}
+    return transformers.HYV4Config(**{**of_model, **special, **options})
+
+
 def eagle(folder: Path, kv_heads: int, head_dim: int, target: PretrainedConfig) -> str:
     """Write an EAGLE draft of one layer for a Llama, and return its folder. It proposes the target's last token again,
     more or less, so that some drafts are accepted and most are not."""
@@ -202,14 +223,23 @@ def save(config: PretrainedConfig, folder: Path) -> str:
     if config.model_type == "gemma4_text":  # its scores have no scale but that of trained norms
         for layer in model.model.layers:
             layer.self_attn.q_norm.weight.data /= layer.self_attn.head_dim**0.5
-    if config.model_type in ("deepseek_v2", "deepseek_v32"):  # else latents of all channels are alike
+    if config.model_type in ("deepseek_v2", "deepseek_v32", "hy_v4"):  # else latents of all channels are alike
         for layer in model.model.layers:
             layer.self_attn.kv_a_layernorm.weight.data += 0.3 * torch.randn(config.kv_lora_rank)
     for module in model.modules():
         if isinstance(getattr(module, "sinks", None), torch.nn.Parameter):  # random ones are all near 0
             module.sinks.data = torch.linspace(-3, 6, config.num_attention_heads)
     model.save_pretrained(folder)
+    if config.model_type == "hy_v4":
+        file = folder / "model.safetensors"
+        save_file({_hy_v4_name(name): weight for name, weight in load_file(file).items()}, file, {"format": "pt"})
     return str(folder)
+
+
+def _hy_v4_name(name: str) -> str:
+    """Name of a weight in a checkpoint as vLLM and transformers read it, of that which transformers writes."""
+    name = name.replace(".mlp.linear_gate.", ".mlp.gate_proj.").replace(".hc_pre.hc_head.", ".hc_head.")
+    return re.sub(r"\.hc_pre\.(hc_\w+_layer)\.", r".\1.hc_pre.", name)
 
 
 def write_other_weights(model: str, folder: Path) -> str:
@@ -245,9 +275,10 @@ def true_logits(
     """
     eager: dict[str, Any] = {"attn_implementation": "eager", "experts_implementation": "eager"}
     kind: Any = AutoModelForCausalLM
-    if json.loads((Path(model) / "config.json").read_text())["model_type"] == "deepseek_v32":  # vLLM has it read as V3
-        kind = transformers.DeepseekV32ForCausalLM
-        eager["config"] = transformers.DeepseekV32Config.from_pretrained(model)
+    model_type = json.loads((Path(model) / "config.json").read_text())["model_type"]
+    if prefix := {"deepseek_v32": "DeepseekV32", "hy_v4": "HYV4"}.get(model_type):  # vLLM has them read otherwise
+        kind = getattr(transformers, f"{prefix}ForCausalLM")
+        eager["config"] = getattr(transformers, f"{prefix}Config").from_pretrained(model)
     reference = kind.from_pretrained(model, dtype=torch.float64, **eager)
     modeling = importlib.import_module(type(reference).__module__)
     attention = modeling.eager_attention_forward
@@ -280,7 +311,20 @@ def true_logits(
             layer.self_attn.expand_kv = functools.partial(through_latents, layer.self_attn.expand_kv)
     with pytest.MonkeyPatch.context() as patch, torch.no_grad():
         patch.setattr(modeling, "eager_attention_forward", through_codec)
+        if model_type == "hy_v4":
+            patch.setattr(modeling, "apply_rotary_pos_emb", _of_neighbours(modeling.apply_rotary_pos_emb))
         return reference(torch.tensor([token_ids])).logits[0]
+
+
+def _of_neighbours(rotate: Callable) -> Callable:
+    """Rotation of RoPE channels that are neighbours, as vLLM's Hy4 has them, by that of channels that are halves apart.
+    Queries and keys stay in the order of halves."""
+
+    def of_halves(query: torch.Tensor, key: torch.Tensor, *tables: torch.Tensor, **options: Any) -> Any:
+        halves = (x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2) for x in (query, key))
+        return rotate(*halves, *tables, **options)
+
+    return of_halves
 
 
 def channel_order(model_type: str, head_dim: int, role: str) -> torch.Tensor:

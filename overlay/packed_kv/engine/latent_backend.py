@@ -67,6 +67,12 @@ class PackedLatentBackend(PackedPages, MLACommonBackend):
         return [cls.rank + cls.rope_dim]
 
     @classmethod
+    def supports_sink(cls) -> bool:
+        """True of dense attention, too, whose implementation refuses sinks: Hy4's layers (vLLM's models/hy_v4) would go
+        without them if the backend did not take them."""
+        return True
+
+    @classmethod
     def customize_spec(cls, spec: AttentionSpec) -> AttentionSpec:
         """Give packed layers (dtype uint8) their true size of a token. Raises Refused for layers that say only here
         that they have a sliding window, and for other latents than the model's."""

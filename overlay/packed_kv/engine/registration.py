@@ -21,6 +21,7 @@ from vllm.platforms import current_platform
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 from vllm.v1.kv_cache_interface import KVQuantMode
 
+from ..architectures import PLAIN_SPARSE_LATENTS
 from ..cache_scheme import said_of_cache
 from ..facts import Attention, Cache, Drafts, Facts, Latents, Layer, Vllm
 from ..formats import FORMATS, Format
@@ -197,7 +198,7 @@ class PackedDTypeHandler:
         """The same for a layer of latent attention, whose weights are folded. Raises Refused for one of a class of its
         own, but Kimi's and that of sparse attention: these ask for the same backend and then write their pages
         themselves. And for a plain layer of sparse attention on CUDA, whose store may lie in a CUDA graph apart from
-        its attention."""
+        its attention, unless its model is known to keep them together."""
         from vllm.model_executor.layers.attention.mla_attention import MLAAttention
 
         from ..attention.latent.kimi import adopt, is_kimi_layer
@@ -207,7 +208,9 @@ class PackedDTypeHandler:
             adopt(layer)
         else:
             is_sparse_layer = layer.impl.is_sparse and "hands_over_latents" in vars(kind)  # no subclass of it
-            is_plain = kind is MLAAttention and not (layer.impl.is_sparse and current_platform.is_cuda())
+            architecture = layer.impl.config.model_config.architecture
+            stays_whole = not (layer.impl.is_sparse and current_platform.is_cuda())
+            is_plain = kind is MLAAttention and (stays_whole or architecture.startswith(PLAIN_SPARSE_LATENTS))
             other = None if is_plain or is_sparse_layer else kind.__name__
             refuse(Facts(Layer(name=layer_name), Latents(layer_class=other)), self.name)
         layer.impl.build(layer_name, layer)

@@ -2,7 +2,8 @@
 
 A pick is a position in the query's request, or negative: none. A prompt's picks are of two kinds: tokens before the
 chunk, read from latent rows, and those of the chunk itself, read as the model has them. V's gain is in `W_UV` for codes
-alone, so attention over each kind is apart, and `merge` combines them by their lse.
+alone, so attention over each kind is apart, and `merge` combines them by their lse. Where heads have sinks,
+`share_with_sinks` follows.
 """
 
 from __future__ import annotations
@@ -119,3 +120,20 @@ def merge(
         shares = [torch.where(x > float("-inf"), (x - whole).exp(), 0.0)[..., None] for x in (stored[1], lse)]
         output = stored[0].float() * shares[0] + output * shares[1]
     return output if constant is None else output + constant
+
+
+def share_with_sinks(
+    output: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor, lacking: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Attention whose weights are shared with one more key of each head, its sink, which has no value: output times
+    e^lse / (e^lse + e^sink), fp32 [tokens, heads, rank].
+
+    Args:
+        output: float [tokens, heads, rank], what weights of sum 1 give, the constant included.
+        lse: fp32 [tokens, heads], natural, of the scores of stored latents.
+        sinks: float [heads], scores of the sinks, neither scaled nor centred.
+        lacking: fp32 [tokens, heads], what all scores of stored latents lack of the true ones, as latents are stored
+            less their mean; None: nothing.
+    """
+    whole = lse if lacking is None else lse + lacking
+    return output.float() * torch.sigmoid(whole.clamp_min(-1e30) - sinks.float())[..., None]

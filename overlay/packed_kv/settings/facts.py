@@ -9,6 +9,7 @@ from vllm.platforms import current_platform
 from ..cache_scheme import asked_cache
 from ..facts import Architecture, Cache, Drafts, Engine, Facts, Latents, Layer, Pages, Parallel, Vllm
 from ..formats import FORMATS
+from ..model_shape import all_pick
 from ..refusals import refuse
 from ..vllm_compat import builds_draft, groups_stay, sizes_latents_beside_states
 from .connectors import connectors
@@ -66,7 +67,9 @@ def engine_facts(config: VllmConfig) -> Facts:
         Latents(
             is_mla=model.use_mla,
             is_sparse=picks_tokens(config),
-            has_sinks=model.use_mla and bool(getattr(model.hf_text_config, "learnable_sink", False)),
+            has_dense_sinks=model.use_mla
+            and bool(getattr(model.hf_text_config, "learnable_sink", False))
+            and not (picks_tokens(config) and all_pick(getattr(model.hf_text_config, "layer_types", None))),
         ),
     )
 

@@ -29,6 +29,7 @@ class PickKind(NamedTuple):
     heads: int
     scale: float
     picks: int
+    has_sinks: bool
 
 
 class HopperPickStep(NamedTuple):
@@ -37,6 +38,7 @@ class HopperPickStep(NamedTuple):
 
     decode: cuda_picks.PickStep
     parts: cuda.Parts
+    lse: torch.Tensor | None
 
 
 class HopperPicks:
@@ -45,7 +47,7 @@ class HopperPicks:
     def __init__(self, layer: PickLayout, most_tokens: int) -> None:
         self.layer, device = layer, layer.codec.device
         sm_count = torch.cuda.get_device_properties(device).multi_processor_count
-        self.kind = PickKind(layer.heads, layer.scale, layer.picks)
+        self.kind = PickKind(layer.heads, layer.scale, layer.picks, layer.sinks is not None)
         self.shape = cuda.shape_of(layer.heads, sm_count)
         self.scheduler = LatentScheduler(most_tokens, sm_count, device)
         self.numbers = torch.arange(most_tokens + 1, dtype=torch.int32, device=device)
@@ -55,8 +57,11 @@ class HopperPicks:
         self.specs = ((rows, layer.codec.rank), fp32), ((rows, 2), fp32)
         """Shapes and dtypes of partial results, in the workspace."""
 
-    def prepare(self, metadata: SparseLatentMetadata, tokens: int, partial: tuple[torch.Tensor, ...]) -> HopperPickStep:
-        """Return the step of a batch's decodes, of so many query tokens. `partial`: of the shapes in `specs`."""
+    def prepare(
+        self, metadata: SparseLatentMetadata, tokens: int, partial: tuple[torch.Tensor, ...], lse: torch.Tensor | None
+    ) -> HopperPickStep:
+        """Return the step of a batch's decodes, of so many query tokens. `partial`: of the shapes in `specs`; `lse`: see
+        `attend`."""
         assert tokens <= len(self.counts), (tokens, len(self.counts))
         layer, counts = self.layer, self.counts[:tokens]
         requests, query_start = metadata.req_id_per_token[:tokens], metadata.query_start_loc
@@ -68,26 +73,30 @@ class HopperPicks:
         launch(grid, (counts, requests, query_start, seq_lens), arguments)
         parts = cuda.Parts(self.shape, self.scheduler(counts, self.shape.partitions), *partial)
         tables = metadata.block_table, requests, self.numbers[: tokens + 1], counts
-        return HopperPickStep(cuda_picks.make_pick_step(layer.heads, layer.scale, *tables, parts), parts)
+        return HopperPickStep(cuda_picks.make_pick_step(layer.heads, layer.scale, *tables, parts, lse), parts, lse)
 
     def attend(
         self, metadata: SparseLatentMetadata, cache: torch.Tensor, queries: tuple[torch.Tensor, torch.Tensor],
-        picks: torch.Tensor, output: torch.Tensor, take_partial: Callable[[], tuple[torch.Tensor, ...]],
+        picks: torch.Tensor, output: torch.Tensor, lse: torch.Tensor | None,
+        take_partial: Callable[[], tuple[torch.Tensor, ...]],
     ) -> None:  # fmt: skip
         """See `PickKernels.decode`. `take_partial`: returns memory of the shapes in `specs`, which the layers of a step
-        share; asked by the first."""
+        share, as they do `lse`; asked by the first."""
         tokens, (query, rope_query) = len(output), queries
         key = StepKey("picks", self.kind)
-        step = metadata.steps.get(key, lambda: self.prepare(metadata, tokens, take_partial()))
+        step = metadata.steps.get(key, lambda: self.prepare(metadata, tokens, take_partial(), lse))
         assert step.decode.step.requests == tokens, (step.decode.step.requests, tokens)
         assert picks.shape[1] >= self.layer.picks, (picks.shape, self.layer.picks)
+        assert (step.lse is None) == (lse is None) and (lse is None or step.lse.data_ptr() == lse.data_ptr())
         held_for = (cache.data_ptr(), cache.stride(), query.dtype)
         decode = self.bound.get("decode", held_for, lambda: self._bind(cache, query.dtype))
         decode(step.decode, query, rope_query, output, picks)
 
     def _bind(self, cache: torch.Tensor, dtype: torch.dtype) -> cuda_picks.CudaPickDecode:
         layer = self.layer
-        decode = cuda_picks.CudaPickDecode(layer.codec.rows, cache, layer.heads, dtype, dtype, layer.constant)
+        decode = cuda_picks.CudaPickDecode(
+            layer.codec.rows, cache, layer.heads, dtype, dtype, layer.constant, has_lse=layer.sinks is not None
+        )
         decode.compile_variants()
         return decode
 

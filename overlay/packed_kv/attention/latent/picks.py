@@ -4,7 +4,8 @@ Decodes read rows of pages, their own included: on Hopper by a kernel that reads
 Prompts read what was before the batch from pages and their own tokens as the model has them; see
 `reference/sparse_latents.py`. Their rows are gathered into a workspace, in the basis in which latents are stored, and
 attention over them is another kernel's (`picks_on_cuda.py`), or PyTorch's. So are rows of decodes where no kernel reads
-packed ones.
+packed ones. Where heads have sinks, the results of the batch are rescaled by their lse at the end, decodes and prompts
+alike.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import NamedTuple, Protocol
 import torch
 
 from ...codecs.latent_rows import LatentRowCodec
-from ...reference.sparse_latents import attend_picks, gather_tokens, merge, split_picks
+from ...reference.sparse_latents import attend_picks, gather_tokens, merge, share_with_sinks, split_picks
 from .sparse_metadata import PromptPart, SparseLatentMetadata
 
 Queries = tuple[torch.Tensor, torch.Tensor]
@@ -32,7 +33,8 @@ class PickLayout:
     """Shape of a layer of latents whose tokens are picked, and options of its attention.
 
     `codec`: on a CUDA device, for 512 + 64 channels. `heads`: query heads of this rank. `scale`: of scores.
-    `constant`: fp32 [rank], added to outputs, or None. `picks`: of a query token, `index_topk`.
+    `constant`: fp32 [rank], added to outputs, or None. `picks`: of a query token, `index_topk`. `sinks`: float [heads],
+    contiguous, the score of one more key of each head, which has no value; or None.
     """
 
     codec: LatentRowCodec
@@ -40,6 +42,7 @@ class PickLayout:
     scale: float
     constant: torch.Tensor | None
     picks: int
+    sinks: torch.Tensor | None = None
 
 
 class PickedRows(NamedTuple):
@@ -56,6 +59,8 @@ class PickKernels(Protocol):
 
     constant: torch.Tensor | None
     """fp32 [rank], added to results, or None."""
+    sinks: torch.Tensor | None
+    """See `PickLayout`."""
 
     def most_tokens(self, picks: int) -> int:
         """Most query tokens of a slice, whose picks of so many are gathered each for itself."""
@@ -77,27 +82,37 @@ class PickKernels(Protocol):
         """Attention over picked rows. `is_own`: it is to stand beside that over stored ones."""
 
     def merge(
-        self, output: torch.Tensor, stored: Attended | None, own: Attended, picks: tuple[PickedRows, PickedRows]
-    ) -> None:
-        """Fill `output` [tokens, heads, rank] from both; `picks` are those of `split`."""
+        self, output: torch.Tensor, stored: Attended | None, own: Attended, picks: tuple[PickedRows, PickedRows],
+        lse: torch.Tensor | None = None,
+    ) -> None:  # fmt: skip
+        """Fill `output` [tokens, heads, rank] and, unless None, `lse` fp32 [tokens, heads] from both; `picks` are those
+        of `split`."""
 
     def take_output(self, tokens: int, like: torch.Tensor) -> torch.Tensor:
         """Memory for the results of a batch, [tokens, heads, rank]; `like`: its queries."""
 
+    def take_lse(self, tokens: int) -> torch.Tensor | None:
+        """Memory for their natural lse, fp32 [tokens, heads]; None where there are no sinks."""
+
+    def share_with_sinks(self, output: torch.Tensor, lse: torch.Tensor, queries: Queries) -> None:
+        """Rescale the results of a batch in place, by its lse and the layer's sinks."""
+
     def decode(
         self, metadata: SparseLatentMetadata, cache: torch.Tensor, queries: Queries, picks: torch.Tensor,
-        output: torch.Tensor,
+        output: torch.Tensor, lse: torch.Tensor | None,
     ) -> None:  # fmt: skip
-        """Fill `output` [tokens, heads, rank] of a batch's decodes, its first query tokens: here from gathered rows.
-        Arguments are those of `PickAttention.attend`."""
+        """Fill `output` [tokens, heads, rank] and, unless None, `lse` fp32 [tokens, heads] of a batch's decodes, its
+        first query tokens: here from gathered rows. Other arguments are those of `PickAttention.attend`."""
         for part in slices(self, 0, len(output), picks.shape[1]):
             picked = picks[part]
             rows = self.gather(cache, metadata.block_table, metadata.req_id_per_token[part], picked.flatten())
             numbers = torch.arange(picked.numel(), dtype=torch.int32, device=picked.device).view_as(picked)
             of_own = PickedRows(torch.where(picked >= 0, numbers, -1))
-            found, _ = self.attend(rows, of_own, (queries[0][part], queries[1][part]), is_own=False)
+            found, found_lse = self.attend(rows, of_own, (queries[0][part], queries[1][part]), is_own=False)
             found = found[:, : output.shape[1]]
             output[part] = found if self.constant is None else found + self.constant
+            if lse is not None:
+                lse[part] = found_lse[:, : output.shape[1]]
 
 
 def slices(kernels: PickKernels, first: int, last: int, picks: int) -> Iterator[slice]:
@@ -132,20 +147,22 @@ class PickAttention:
             [tokens, heads, rank] of the queries' dtype.
         """
         tokens, decodes = len(picks), metadata.num_decode_tokens
-        output = self.kernels.take_output(tokens, queries[0])
+        output, lse = self.kernels.take_output(tokens, queries[0]), self.kernels.take_lse(tokens)
         if decodes:
-            self.kernels.decode(metadata, cache, queries, picks, output[:decodes])
-        if tokens <= decodes:
-            return output
-        assert new is not None and metadata.prompts, "prompts without their latents"
-        own = self.kernels.raw((new[0][decodes:tokens], new[1][decodes:tokens]))
-        for prompt in metadata.prompts:
-            self._attend_to_prompt(metadata, cache, prompt, own, queries, picks, output)
+            of_decodes = None if lse is None else lse[:decodes]
+            self.kernels.decode(metadata, cache, queries, picks, output[:decodes], of_decodes)
+        if tokens > decodes:
+            assert new is not None and metadata.prompts, "prompts without their latents"
+            own = self.kernels.raw((new[0][decodes:tokens], new[1][decodes:tokens]))
+            for prompt in metadata.prompts:
+                self._attend_to_prompt(metadata, cache, prompt, own, queries, picks, output, lse)
+        if lse is not None:
+            self.kernels.share_with_sinks(output, lse, queries)
         return output
 
     def _attend_to_prompt(
         self, metadata: SparseLatentMetadata, cache: torch.Tensor, prompt: PromptPart, own: torch.Tensor,
-        queries: Queries, picks: torch.Tensor, output: torch.Tensor,
+        queries: Queries, picks: torch.Tensor, output: torch.Tensor, lse: torch.Tensor | None,
     ) -> None:  # fmt: skip
         stored = None
         if prompt.stored_rows:
@@ -158,14 +175,17 @@ class PickAttention:
             if stored is not None:
                 over_stored = self.kernels.attend(stored, rows[0], of_part, is_own=False)
             over_own = self.kernels.attend(own, rows[1], of_part, is_own=True)
-            self.kernels.merge(output[part], over_stored, over_own, rows)
+            self.kernels.merge(output[part], over_stored, over_own, rows, None if lse is None else lse[part])
 
 
 class ReferencePicks(PickKernels):
-    """In PyTorch, in fp32. `scale`: of scores; `constant`: see `PickAttention`."""
+    """In PyTorch, in fp32. `scale`: of scores; `constant`, `sinks`: see `PickLayout`."""
 
-    def __init__(self, codec: LatentRowCodec, scale: float, constant: torch.Tensor | None) -> None:
-        self.codec, self.scale, self.constant = codec, scale, constant
+    def __init__(
+        self, codec: LatentRowCodec, scale: float, constant: torch.Tensor | None, sinks: torch.Tensor | None = None
+    ) -> None:
+        self.codec, self.scale, self.constant, self.sinks = codec, scale, constant, sinks
+        self.mean = codec.stored_mean()
 
     def most_tokens(self, picks: int) -> int:
         return max(1, (1 << 16) // picks)
@@ -189,9 +209,20 @@ class ReferencePicks(PickKernels):
         return attend_picks(rows, picks.rows, *queries, self.scale)
 
     def merge(
-        self, output: torch.Tensor, stored: Attended | None, own: Attended, picks: tuple[PickedRows, PickedRows]
-    ) -> None:
+        self, output: torch.Tensor, stored: Attended | None, own: Attended, picks: tuple[PickedRows, PickedRows],
+        lse: torch.Tensor | None = None,
+    ) -> None:  # fmt: skip
         output.copy_(merge(stored, own, self.codec.value_gain(), self.constant))
+        if lse is not None:
+            lse.copy_(own[1] if stored is None else torch.logaddexp(stored[1], own[1]))
 
     def take_output(self, tokens: int, like: torch.Tensor) -> torch.Tensor:
         return like.new_empty(tokens, *like.shape[1:])
+
+    def take_lse(self, tokens: int) -> torch.Tensor | None:
+        return None if self.sinks is None else self.sinks.new_empty(tokens, len(self.sinks), dtype=torch.float32)
+
+    def share_with_sinks(self, output: torch.Tensor, lse: torch.Tensor, queries: Queries) -> None:
+        assert self.sinks is not None
+        lacking = None if self.mean is None else queries[0].float() @ self.mean * self.scale
+        output.copy_(share_with_sinks(output, lse, self.sinks.detach(), lacking))

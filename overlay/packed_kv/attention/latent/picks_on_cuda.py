@@ -15,7 +15,7 @@ from vllm.v1.worker.workspace import current_workspace_manager
 from ...kernels.ahead import Ahead
 from ...kernels.triton.latent_rows import GatherRowsLaunch
 from ...kernels.triton.launch import Launches
-from ...kernels.triton.sparse_picks import MergePicksLaunch, SplitPicksLaunch
+from ...kernels.triton.sparse_picks import MergePicksLaunch, PickSinksLaunch, SplitPicksLaunch
 from ..protocols import NewTokens
 from ..store import LatentStore
 from ..triton_store import TritonLatentStore
@@ -41,7 +41,8 @@ class PickMemory(NamedTuple):
 
     `rows`: bf16 [rows, 576], gathered; `own`: bf16 [tokens, 576], of the batch's prompts. `query`: bf16 [slice, padded
     heads, 576]. `stored`, `over_own`: bf16 [slice, padded heads, 512], attention over each kind. `stored_picks`,
-    `own_picks`: int32 [slice, picks], and their counts, int32 [slice]. `output`: bf16 [tokens, heads, 512].
+    `own_picks`: int32 [slice, picks], and their counts, int32 [slice]. `output`: bf16 [tokens, heads, 512]. `lse`: fp32
+    [tokens, heads], of the output; of one token where there are no sinks.
     """
 
     rows: torch.Tensor
@@ -54,6 +55,7 @@ class PickMemory(NamedTuple):
     stored_counts: torch.Tensor
     own_counts: torch.Tensor
     output: torch.Tensor
+    lse: torch.Tensor
 
 
 class CudaPicks(PickKernels):
@@ -71,6 +73,7 @@ class CudaPicks(PickKernels):
     ) -> None:
         codec, heads, picks, self.row_kernel = layer.codec, layer.heads, layer.picks, row_kernel
         self.codec, self.heads, self.scale, self.constant, self.picks = codec, heads, layer.scale, layer.constant, picks
+        self.sinks = layer.sinks
         self.padded_heads = padded_heads(heads)
         self.inverse_gain = 1 / codec.value_gain()
         transform = codec.latent.transform
@@ -84,6 +87,7 @@ class CudaPicks(PickKernels):
             ((max(most_rows, picks), width), bf16), ((most_tokens, width), bf16),
             ((tokens, self.padded_heads, width), bf16), *[((tokens, self.padded_heads, codec.rank), bf16)] * 2,
             *[((tokens, picks), int32)] * 2, *[((tokens,), int32)] * 2, ((most_tokens, heads, codec.rank), bf16),
+            ((1 if layer.sinks is None else most_tokens, heads), torch.float32),
         )  # fmt: skip
 
     def memory(self) -> PickMemory:
@@ -97,13 +101,13 @@ class CudaPicks(PickKernels):
 
     def decode(
         self, metadata: SparseLatentMetadata, cache: torch.Tensor, queries: Queries, picks: torch.Tensor,
-        output: torch.Tensor,
+        output: torch.Tensor, lse: torch.Tensor | None,
     ) -> None:  # fmt: skip
         if self.row_kernel is None:
-            super().decode(metadata, cache, queries, picks, output)
+            super().decode(metadata, cache, queries, picks, output, lse)
         else:
             self.row_kernel.attend(
-                metadata, cache, queries, picks, output, lambda: tuple(self._take()[len(self.specs) :])
+                metadata, cache, queries, picks, output, lse, lambda: tuple(self._take()[len(self.specs) :])
             )
 
     def most_tokens(self, picks: int) -> int:
@@ -158,23 +162,36 @@ class CudaPicks(PickKernels):
         return found, lse
 
     def merge(
-        self, output: torch.Tensor, stored: Attended | None, own: Attended, picks: tuple[PickedRows, PickedRows]
-    ) -> None:
-        has_stored = stored is not None
+        self, output: torch.Tensor, stored: Attended | None, own: Attended, picks: tuple[PickedRows, PickedRows],
+        lse: torch.Tensor | None = None,
+    ) -> None:  # fmt: skip
+        has_stored, has_lse = stored is not None, lse is not None
+        heads = self.heads, self.padded_heads
         launch = self.bound.get(
             ("merge", has_stored),
             None,
             lambda: MergePicksLaunch(
-                self.inverse_gain, self.constant, self.heads, self.padded_heads, has_stored=has_stored
+                self.inverse_gain, self.constant, *heads, has_stored=has_stored, has_lse=has_lse
             ),
         )
         other = own if stored is None else stored
         lse_and_picks = (other[1], picks[0].rows), (own[1], picks[1].rows)
         grid, arguments = MergePicksLaunch.step(len(output), self.heads, *lse_and_picks)
-        launch(grid, (output, other[0], own[0]), arguments)
+        launch(grid, (output, other[0], own[0], own[1] if lse is None else lse), arguments)
 
     def take_output(self, tokens: int, like: torch.Tensor) -> torch.Tensor:
         return self.memory().output[:tokens]
+
+    def take_lse(self, tokens: int) -> torch.Tensor | None:
+        return None if self.sinks is None else self.memory().lse[:tokens]
+
+    def share_with_sinks(self, output: torch.Tensor, lse: torch.Tensor, queries: Queries) -> None:
+        sinks, query = self.sinks, queries[0]
+        assert sinks is not None
+        held_for = (sinks.data_ptr(), query.stride(), query.dtype)
+        launch = self.bound.get("sinks", held_for, lambda: PickSinksLaunch(sinks, self.mean, self.scale, query))
+        grid, arguments = PickSinksLaunch.step(len(output), self.heads)
+        launch(grid, (output, query, lse), arguments)
 
     def warm_up(self, store: LatentStore, cache: torch.Tensor) -> None:
         """Size the workspace and note every launch of the layer's steps. `cache`: one block of pages, of zeros."""
@@ -190,7 +207,7 @@ class CudaPicks(PickKernels):
             num_decode_tokens=1,
         )  # fmt: skip
         queries = memory.query[:1, : self.heads].split([self.codec.rank, self.codec.rope_dim], dim=-1)
-        lse = torch.zeros(1, self.padded_heads, device=device)
+        lse, of_output = torch.zeros(1, self.padded_heads, device=device), self.take_lse(1)
         with Ahead():
             kernel = store.kernel
             assert isinstance(kernel, TritonLatentStore)
@@ -198,10 +215,12 @@ class CudaPicks(PickKernels):
             if self.row_kernel is None:
                 self.gather(cache, table, one, picks.flatten())
             else:  # first, as it takes longest
-                self.decode(decodes, cache, queries, picks, memory.output[:1])
+                self.decode(decodes, cache, queries, picks, memory.output[:1], of_output)
             self.gather(cache, table, one, one)
             rows = self.split(picks, part, slice(0, 1))
             for stored in (None, (memory.stored[:1], lse)):
-                self.merge(memory.output[:1], stored, (memory.over_own[:1], lse), rows)
+                self.merge(memory.output[:1], stored, (memory.over_own[:1], lse), rows, of_output)
+            if of_output is not None:
+                self.share_with_sinks(memory.output[:1], of_output, queries)
         for bound in (kernel.bound, self.bound, *(() if self.row_kernel is None else (self.row_kernel.bound,))):
             bound.clear()  # pages of our own go

@@ -1,8 +1,10 @@
-"""vLLM's implementation of one layer's sparse attention over latents (DeepSeek V3.2, GLM-5): store, picks, prompts.
+"""vLLM's implementation of one layer's sparse attention over latents (DeepSeek V3.2, GLM-5, Hy4): store, picks, prompts.
 
 vLLM's indexer picks the tokens. Prompts of up to `index_topk` tokens are attended to densely, by vLLM's prefill
-backend; their prefixes are gathered as of dense latents. Modelled on `SparseMLACommonImpl` of vLLM 0.33.0
-(model_executor/layers/attention/sparse_mla_attention.py; Apache-2.0).
+backend, which knows no sinks: a layer with sinks has all of its tokens read picks. Prefixes of dense prompts are
+gathered as of dense latents. Modelled on `SparseMLACommonImpl` of vLLM 0.33.0
+(model_executor/layers/attention/sparse_mla_attention.py), sinks on its `HYV4FlashMLASparseImpl`
+(models/hy_v4/nvidia/flashmla_sparse.py; both Apache-2.0).
 """
 
 from __future__ import annotations
@@ -13,6 +15,8 @@ import torch
 from vllm.model_executor.layers.attention.sparse_mla_attention import SparseMLACommonImpl
 
 from ...codecs.latent_rows import LatentRowCodec
+from ...facts import Attention, Facts, Layer
+from ...refusals import refuse
 from ...settings.options import read_options
 from ..metadata import longest_decode, most_decode_tokens
 from ..store import LatentStore, reference_latent_store
@@ -80,6 +84,7 @@ class SparseLatentImpl(PackedLatents, SparseMLACommonImpl[SparseLatentMetadata])
         topk_indices_buffer: torch.Tensor | None = None,
         index_group_builder: object | None = None,
         q_pad_num_heads: int | None = None,
+        sinks: torch.Tensor | None = None,
         *,
         q_lora_rank: int | None,
         kv_lora_rank: int,
@@ -91,6 +96,8 @@ class SparseLatentImpl(PackedLatents, SparseMLACommonImpl[SparseLatentMetadata])
         **unknown: object,
     ) -> None:
         check_arguments(kv_cache_dtype, kv_lora_rank, qk_rope_head_dim, sliding_window, unknown)
+        if sinks is not None:
+            refuse(Facts(Attention(sinks=tuple(sinks.shape)), Layer(query_heads=num_heads)), kv_cache_dtype)
         # Without the buffer, vLLM's class makes no index group: rows are found by positions, in the gather kernel.
         super().__init__(
             num_heads, head_size, scale, num_kv_heads, alibi_slopes, sliding_window, kv_cache_dtype, logits_soft_cap,
@@ -100,6 +107,8 @@ class SparseLatentImpl(PackedLatents, SparseMLACommonImpl[SparseLatentMetadata])
         )  # fmt: skip
         self.init_topk_indices_buffer(indexer, topk_indices_buffer)
         self.masked_mha_available = False  # on Blackwell; it reads plain rows
+        self.sinks = sinks
+        self.supports_dense_mha_prefill = sinks is None
         self.prepare()
         self.new_latents: Latents | None = None
         """Latents of the batch, from its store until its attention."""
@@ -117,7 +126,7 @@ class SparseLatentImpl(PackedLatents, SparseMLACommonImpl[SparseLatentMetadata])
 
     def _kernels(self, codec: LatentRowCodec, constant: torch.Tensor | None) -> SparseLatentKernels:
         if self.device.type != "cuda":
-            attention = PickAttention(ReferencePicks(codec, self.scale, constant))
+            attention = PickAttention(ReferencePicks(codec, self.scale, constant, self.sinks))
             return SparseLatentKernels(
                 LatentStore(reference_latent_store(codec)), attention, ReferenceLatentPrefix(codec)
             )
@@ -127,7 +136,7 @@ class SparseLatentImpl(PackedLatents, SparseMLACommonImpl[SparseLatentMetadata])
 
         config, scheduler = self.config, self.config.scheduler_config
         picks, longest = int(config.model_config.hf_text_config.index_topk), longest_decode(config)
-        layer = PickLayout(codec, self.num_heads, self.scale, constant, picks)
+        layer = PickLayout(codec, self.num_heads, self.scale, constant, picks, self.sinks)
         option, rows = read_options(config.additional_config).decode_kernel, workspace_rows(config)
         row_kernel = pick_decode(layer, option, most_decode_tokens(config), longest)
         if row_kernel is None:
@@ -149,6 +158,7 @@ class SparseLatentImpl(PackedLatents, SparseMLACommonImpl[SparseLatentMetadata])
 
     def forward_mha(self, *arguments: Any, **options: Any) -> None:
         """Attend to a batch's prompts densely, by vLLM."""
+        assert self.sinks is None, "dense attention of prompts would leave the sinks out"
         super().forward_mha(*arguments, **options)
         self.new_latents = None
 

@@ -1,5 +1,5 @@
-"""Kernels around sparse attention over picks: how many a decode has, which of a prompt's are of the chunk, and the
-merge of both kinds.
+"""Kernels around sparse attention over picks: how many a decode has, which of a prompt's are of the chunk, the merge of
+both kinds, and sinks.
 
 The reference is `reference/sparse_latents.py`.
 """
@@ -97,10 +97,11 @@ class SplitPicksLaunch(Launch):
         return StepLaunch((tokens, 1, 1), Arguments(stored, stored_counts, own, own_counts))
 
 
-@triton.jit(do_not_specialize=["lse_stride", "picks"])
+@triton.jit(do_not_specialize=["lse_stride", "picks"], do_not_specialize_on_alignment=["lse"])
 def _merge_picks_kernel(
-    output, stored, own, stored_lse, stored_picks, own_lse, own_picks, lse_stride, picks, inverse_gain, constant,
+    output, stored, own, lse, stored_lse, stored_picks, own_lse, own_picks, lse_stride, picks, inverse_gain, constant,
     token_stride, HEADS: tl.constexpr, RANK: tl.constexpr, HAS_STORED: tl.constexpr, HAS_CONSTANT: tl.constexpr,
+    HAS_LSE: tl.constexpr,
 ):  # fmt: skip
     """Combine both kinds of a row.
 
@@ -110,6 +111,7 @@ def _merge_picks_kernel(
         output: fp16, bf16 or fp32 [tokens, HEADS, RANK], contiguous; filled.
         stored, own: of the same dtype, [tokens, HEADS or more, RANK], with `token_stride` (int32); of a token without
             such picks anything. `stored` is read where HAS_STORED.
+        lse: fp32 [tokens, HEADS], contiguous; filled where HAS_LSE.
         stored_lse, own_lse: fp32 [tokens, HEADS or more], natural, with `lse_stride`; likewise.
         stored_picks, own_picks: int32 [tokens, picks] of the kernel above; picks: int32.
         inverse_gain: fp32 [RANK]; constant: fp32 [RANK], added where HAS_CONSTANT.
@@ -119,14 +121,18 @@ def _merge_picks_kernel(
     at = token * token_stride + head * RANK + channel
     has_own = tl.load(own_picks + token * picks) >= 0
     result = tl.where(has_own, tl.load(own + at).to(tl.float32), 0.0) * tl.load(inverse_gain + channel)
+    if HAS_STORED or HAS_LSE:
+        whole = tl.where(has_own, tl.load(own_lse + token * lse_stride + head), NO_LSE)
     if HAS_STORED:
         has_stored = tl.load(stored_picks + token * picks) >= 0
-        lse = tl.where(has_own, tl.load(own_lse + token * lse_stride + head), NO_LSE)
         other_lse = tl.where(has_stored, tl.load(stored_lse + token * lse_stride + head), NO_LSE)
-        maximum = tl.maximum(tl.maximum(lse, other_lse), -1.0e30)
-        weight, other_weight = tl.exp(lse - maximum), tl.exp(other_lse - maximum)
+        maximum = tl.maximum(tl.maximum(whole, other_lse), -1.0e30)
+        weight, other_weight = tl.exp(whole - maximum), tl.exp(other_lse - maximum)
         other = tl.where(has_stored, tl.load(stored + at).to(tl.float32), 0.0)
         result = (result * weight + other * other_weight) / tl.maximum(weight + other_weight, 1.0e-30)
+        whole = maximum + tl.log(weight + other_weight)
+    if HAS_LSE:
+        tl.store(lse + row, whole)
     if HAS_CONSTANT:
         result += tl.load(constant + channel)
     tl.store(output + row * RANK + channel, result.to(output.dtype.element_ty))
@@ -134,8 +140,8 @@ def _merge_picks_kernel(
 
 class MergePicksLaunch(Launch):
     """`merge` for layers with this `inverse_gain` and `constant`, fp32 [rank] or None. Called with the output [tokens,
-    heads, rank] and attention over both kinds, [tokens, padded heads, rank], contiguous; without `has_stored`, with
-    that over the chunk twice."""
+    heads, rank], attention over both kinds, [tokens, padded heads, rank], contiguous; without `has_stored`, with that
+    over the chunk twice; and the lse to fill, fp32 [tokens, heads], without `has_lse` any tensor of fp32."""
 
     def __init__(
         self,
@@ -145,13 +151,16 @@ class MergePicksLaunch(Launch):
         padded_heads: int,
         *,
         has_stored: bool,
+        has_lse: bool = False,
     ) -> None:
         rank = len(inverse_gain)
         of_constant = inverse_gain if constant is None else constant
         super().__init__(
             _merge_picks_kernel,
             Arguments(inverse_gain, of_constant, padded_heads * rank),
-            dict(HEADS=heads, RANK=rank, HAS_STORED=has_stored, HAS_CONSTANT=constant is not None),
+            dict(
+                HEADS=heads, RANK=rank, HAS_STORED=has_stored, HAS_CONSTANT=constant is not None, HAS_LSE=has_lse
+            ),
             num_warps=2,
         )
 
@@ -164,3 +173,51 @@ class MergePicksLaunch(Launch):
             assert mine.stride() == other.stride() and other.stride(1) == 1, (mine.stride(), other.stride())
         strides = (x.stride(0) for x in own)
         return StepLaunch((tokens * heads, 1, 1), Arguments(*stored, *own, *strides))
+
+
+@triton.jit
+def _pick_sinks_kernel(
+    output, query, lse, sinks, mean, scale, query_token_stride, query_head_stride,
+    HEADS: tl.constexpr, RANK: tl.constexpr, HAS_MEAN: tl.constexpr,
+):  # fmt: skip
+    """Let a row share its weights with the sink of its head.
+
+    Grid: (tokens times HEADS).
+
+    Args:
+        output: fp16, bf16 or fp32 [tokens, HEADS, RANK], contiguous; changed in place.
+        query: fp16, bf16 or fp32 [tokens, HEADS, RANK], with `query_token_stride` and `query_head_stride` (int32); read
+            where HAS_MEAN.
+        lse: fp32 [tokens, HEADS], contiguous, natural, of scores that lack `scale` times `query` times `mean`.
+        sinks: fp16, bf16 or fp32 [HEADS]; mean: fp32 [RANK]; scale: fp32.
+    """
+    row, channel = tl.program_id(0).to(tl.int64), tl.arange(0, RANK)
+    token, head = row // HEADS, row % HEADS
+    whole = tl.load(lse + row)
+    if HAS_MEAN:
+        q = tl.load(query + token * query_token_stride + head * query_head_stride + channel).to(tl.float32)
+        whole += tl.sum(q * tl.load(mean + channel), 0) * scale
+    sink = tl.load(sinks + head).to(tl.float32)
+    weight = 1 / (1 + tl.exp(sink - tl.maximum(whole, -1.0e30)))
+    at = output + row * RANK + channel
+    tl.store(at, (tl.load(at).to(tl.float32) * weight).to(output.dtype.element_ty))
+
+
+class PickSinksLaunch(Launch):
+    """`share_with_sinks` for layers with these `sinks`, float [heads], and `mean`, fp32 [rank] or None, by which stored
+    latents differ; for queries of the dtype and strides of `query`. Called with the output [tokens, heads, rank], queries
+    [tokens, heads, rank] and lse, fp32 [tokens, heads]."""
+
+    def __init__(self, sinks: torch.Tensor, mean: torch.Tensor | None, scale: float, query: torch.Tensor) -> None:
+        _, heads, rank = query.shape
+        assert sinks.shape == (heads,) and sinks.is_contiguous() and query.stride(2) == 1, (sinks.shape, query.stride())
+        super().__init__(
+            _pick_sinks_kernel,
+            Arguments(sinks, sinks if mean is None else mean, scale, *query.stride()[:2]),
+            dict(HEADS=heads, RANK=rank, HAS_MEAN=mean is not None),
+            num_warps=2,
+        )
+
+    @staticmethod
+    def step(tokens: int, heads: int) -> StepLaunch:
+        return StepLaunch((tokens * heads, 1, 1), Arguments())
