@@ -24,6 +24,7 @@ from sparse_batches import (
     codec_of,
     cuda_kernels,
     relative_rms,
+    sinks_of,
 )
 
 READS_ROWS = [False, True] if ON_CUDA and torch.cuda.get_device_capability() == CAPABILITY else [False]
@@ -31,29 +32,32 @@ READS_ROWS = [False, True] if ON_CUDA and torch.cuda.get_device_capability() == 
 
 
 def kernels_of(
-    codec: LatentRowCodec, heads: int, constant: torch.Tensor | None, most_rows: int, *, reads_rows: bool
-) -> PickKernels:
+    codec: LatentRowCodec, heads: int, constant: torch.Tensor | None, most_rows: int, *, reads_rows: bool,
+    sinks: torch.Tensor | None = None,
+) -> PickKernels:  # fmt: skip
     if not ON_CUDA:
-        return ReferencePicks(codec, SCALE, constant)
+        return ReferencePicks(codec, SCALE, constant, sinks)
     from vllm.v1.worker.workspace import init_workspace_manager, is_workspace_manager_initialized
 
     if not is_workspace_manager_initialized():
         init_workspace_manager(torch.device(DEVICE))
-    return cuda_kernels(codec, heads, constant, most_rows, reads_rows=reads_rows)
+    return cuda_kernels(codec, heads, constant, most_rows, reads_rows=reads_rows, sinks=sinks)
 
 
 @pytest.mark.parametrize("reads_rows", READS_ROWS)
 @pytest.mark.parametrize("most_rows", [120, 400], ids=["in parts", "at once"])
-@pytest.mark.parametrize(("name", "heads"), [("tq4", 16), ("turboquant25", 5), ("tq3", 3)])
-def test_a_batch(name: str, heads: int, most_rows: int, reads_rows: bool) -> None:
+@pytest.mark.parametrize(
+    ("name", "heads", "has_sinks"), [("tq4", 16, False), ("turboquant25", 5, True), ("tq3", 3, False), ("tq4", 32, True)]
+)
+def test_a_batch(name: str, heads: int, has_sinks: bool, most_rows: int, reads_rows: bool) -> None:
     """The constant, V's gain for stored latents alone, and prompts whose contexts do not fit the workspace together."""
-    codec = codec_of(name)
+    codec, sinks = codec_of(name), sinks_of(heads) if has_sinks else None
     batch, constant = Batch(codec, heads, most_rows), codec.output_constant()
     assert len(batch.metadata.prompts) == (2 if most_rows == 120 else 1)
     assert sum(part.stored_rows for part in batch.metadata.prompts) == 100 + 64
-    attention = PickAttention(kernels_of(codec, heads, constant, most_rows, reads_rows=reads_rows))
+    attention = PickAttention(kernels_of(codec, heads, constant, most_rows, reads_rows=reads_rows, sinks=sinks))
     found = attention.attend(batch.metadata, batch.cache, batch.queries, batch.picks, batch.new)
-    expected = batch.expected(constant)
+    expected = batch.expected(constant, sinks)
     there = (batch.picks >= 0).any(1)
     error = relative_rms(found[there], expected[there])
     prompts = slice(batch.metadata.num_decode_tokens, None)
@@ -83,9 +87,10 @@ def test_store_and_decodes_in_a_graph(reads_rows: bool) -> None:
     from packed_kv.attention.protocols import NewTokens
     from packed_kv.attention.triton_store import TritonLatentStore
 
-    codec = codec_of("tq4")
+    codec, sinks = codec_of("tq4"), sinks_of(16)
     batch = Batch(codec, 16, 400)
-    kernels, store = kernels_of(codec, 16, None, 400, reads_rows=reads_rows), TritonLatentStore(codec)
+    kernels = kernels_of(codec, 16, None, 400, reads_rows=reads_rows, sinks=sinks)
+    store = TritonLatentStore(codec)
     attention, tokens = PickAttention(kernels), batch.metadata.num_decode_tokens
     slots = torch.full((tokens,), -1, dtype=torch.int64, device=DEVICE)
     picks = batch.picks[:tokens].clone()
@@ -110,6 +115,7 @@ def test_store_and_decodes_in_a_graph(reads_rows: bool) -> None:
     picks[0] = torch.where(torch.arange(PICKS, device=DEVICE) < 70, torch.tensor(63, device=DEVICE), -1)
     picks[0, :2] = torch.tensor([5, 100])
     batch.metadata.seq_lens[1] -= 20  # fewer picks are looked at
+    sinks += 1  # as where weights are loaded again
     for x in (*queries, latent):
         x.mul_(-0.7)
     graph.replay()

@@ -130,8 +130,8 @@ def test_rows_stay_in_registers(name: str, arch: int, rope_bits: int) -> None:
     assert gathered.shared_bytes <= 99 << 10
 
 
-@pytest.mark.parametrize("arch", [80, 90])
-def test_picks_are_split_and_merged_in_registers(arch: int) -> None:
+@pytest.mark.parametrize("arch", [80, 90, 120])
+def test_picks_are_split_merged_and_rescaled_in_registers(arch: int) -> None:
     split = Case(
         kernel="packed_kv.kernels.triton.sparse_picks:_split_picks_kernel",
         arch=arch,
@@ -147,15 +147,25 @@ def test_picks_are_split_and_merged_in_registers(arch: int) -> None:
         kernel="packed_kv.kernels.triton.sparse_picks:_merge_picks_kernel",
         arch=arch,
         types=dict(
-            output="*bf16", stored="*bf16", own="*bf16", stored_lse="*fp32", stored_picks="*i32", own_lse="*fp32",
+            output="*bf16", stored="*bf16", own="*bf16", lse="*fp32", stored_lse="*fp32", stored_picks="*i32", own_lse="*fp32",
             own_picks="*i32", lse_stride="i32", picks="i32", inverse_gain="*fp32", constant="*fp32",
             token_stride="i32",
         ),
-        constants=dict(HEADS=16, RANK=RANK, HAS_STORED=True, HAS_CONSTANT=True),
+        constants=dict(HEADS=16, RANK=RANK, HAS_STORED=True, HAS_CONSTANT=True, HAS_LSE=True),
         options=dict(num_warps=2),
-        unaligned=("lse_stride", "picks"),
+        unaligned=("lse", "lse_stride", "picks"),
     )  # fmt: skip
-    for resources in compile_kernels([split, merge]):
+    sinks = Case(
+        kernel="packed_kv.kernels.triton.sparse_picks:_pick_sinks_kernel",
+        arch=arch,
+        types=dict(
+            output="*bf16", query="*bf16", lse="*fp32", sinks="*fp32", mean="*fp32", scale="fp32",
+            query_token_stride="i32", query_head_stride="i32",
+        ),
+        constants=dict(HEADS=32, RANK=RANK, HAS_MEAN=True),
+        options=dict(num_warps=2),
+    )  # fmt: skip
+    for resources in compile_kernels([split, merge, sinks]):
         assert not resources.spills
 
 

@@ -24,7 +24,18 @@ from packed_kv.kernels.ahead import current
 from packed_kv.kernels.cuda import latent_launch, latent_pick_launch
 from packed_kv.kernels.triton.sparse_picks import CountPicksLaunch
 from packed_kv.reference.sparse_latents import attend_picks, count_picks
-from sparse_batches import BLOCK_SIZE, DEVICE, ON_CUDA, PICKS, SCALE, Batch, codec_of, cuda_kernels, relative_rms
+from sparse_batches import (
+    BLOCK_SIZE,
+    DEVICE,
+    ON_CUDA,
+    PICKS,
+    SCALE,
+    Batch,
+    codec_of,
+    cuda_kernels,
+    relative_rms,
+    sinks_of,
+)
 from test_cuda_latent import runs
 from test_shares import Workspace
 
@@ -56,7 +67,8 @@ def emulated_flash(
 class EmulatedPicks(latent_pick_launch.CudaPickDecode):
     """The CUDA kernel over rows where there is no GPU."""
 
-    def __init__(self, page, cache, heads, query, output, constant=None) -> None:
+    def __init__(self, page, cache, heads, query, output, constant=None, *, has_lse=False) -> None:
+        self.has_lse = has_lse
         self.page, self.heads, self.block_size, self.dtypes = page, heads, cache.shape[1], (query, output)
         self.constant, self.layer = constant, latent_launch.layer_arguments(cache, constant)
 
@@ -64,7 +76,7 @@ class EmulatedPicks(latent_pick_launch.CudaPickDecode):
         import emulated
 
         has_constant, shape = self.constant is not None, step.step.shape
-        variant = latent_launch.Variant(self.heads, shape.rows, self.block_size, *self.dtypes, has_constant, False)
+        variant = latent_launch.Variant(self.heads, shape.rows, self.block_size, *self.dtypes, has_constant, self.has_lse)
         call = latent_launch.call_arguments(output, query, rope_query)
         layer = latent_pick_launch.pick_arguments(step, picks) + self.layer
         emulated.run_latent(latent_launch.constants(self.page, variant), call, step.step, layer, self.heads)
@@ -87,8 +99,11 @@ def _machine(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(latent_pick_launch, "CudaPickDecode", EmulatedPicks)
 
 
-def kernels_of(codec: LatentRowCodec, heads: int, most_rows: int = 400, *, reads_rows: bool = False) -> CudaPicks:
-    return cuda_kernels(codec, heads, codec.output_constant(), most_rows, reads_rows=reads_rows)
+def kernels_of(
+    codec: LatentRowCodec, heads: int, most_rows: int = 400, *, reads_rows: bool = False,
+    sinks: torch.Tensor | None = None,
+) -> CudaPicks:  # fmt: skip
+    return cuda_kernels(codec, heads, codec.output_constant(), most_rows, reads_rows=reads_rows, sinks=sinks)
 
 
 READS_ROWS = pytest.mark.parametrize(
@@ -98,17 +113,22 @@ READS_ROWS = pytest.mark.parametrize(
 
 @READS_ROWS
 @pytest.mark.parametrize("most_rows", [120, 400], ids=["in parts", "at once"])
-@pytest.mark.parametrize(("name", "heads"), [("tq4", 16), ("turboquant25", 5)])
-def test_a_batch(name: str, heads: int, most_rows: int, monkeypatch: pytest.MonkeyPatch, *, reads_rows: bool) -> None:
+@pytest.mark.parametrize(
+    ("name", "heads", "has_sinks"), [("tq4", 16, False), ("turboquant25", 5, False), ("tq4", 5, True)]
+)
+def test_a_batch(
+    name: str, heads: int, has_sinks: bool, most_rows: int, monkeypatch: pytest.MonkeyPatch, *, reads_rows: bool
+) -> None:
     """Also in slices of 16 query tokens."""
     monkeypatch.setattr(picks_on_cuda, "SLICE_TOKENS", 16)
-    codec = codec_of(name)
-    batch, kernels = Batch(codec, heads, most_rows), kernels_of(codec, heads, most_rows, reads_rows=reads_rows)
+    codec, sinks = codec_of(name), sinks_of(heads) if has_sinks else None
+    batch = Batch(codec, heads, most_rows)
+    kernels = kernels_of(codec, heads, most_rows, reads_rows=reads_rows, sinks=sinks)
     assert (len(batch.metadata.prompts), kernels.most_tokens(1)) == (2 if most_rows == 120 else 1, 16)
     attention = PickAttention(kernels)
     queries = tuple(x.bfloat16() for x in batch.queries)
     found = attention.attend(batch.metadata, batch.cache, queries, batch.picks, batch.new)
-    expected, there = batch.expected(codec.output_constant()), (batch.picks >= 0).any(1)
+    expected, there = batch.expected(codec.output_constant(), sinks), (batch.picks >= 0).any(1)
     prompts = slice(batch.metadata.num_decode_tokens, None)
     errors = [relative_rms(found[rows], expected[rows]) for rows in (there, prompts)]
     print(f"relative RMS error {errors}")
@@ -130,18 +150,23 @@ def test_prefixes() -> None:
 
 
 @READS_ROWS
-def test_the_warm_up_notes_what_steps_launch(reads_rows: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("has_sinks", [False, True])
+def test_the_warm_up_notes_what_steps_launch(
+    has_sinks: bool, monkeypatch: pytest.MonkeyPatch, *, reads_rows: bool
+) -> None:
     """Variants that a step asks for are those that were noted."""
     from packed_kv.kernels.ahead import Ahead
     from packed_kv.kernels.triton.launch import Launch
 
     codec = codec_of("tq4")
-    kernels, store = kernels_of(codec, 16, reads_rows=reads_rows), LatentStore(TritonLatentStore(codec))
+    kernels = kernels_of(codec, 16, reads_rows=reads_rows, sinks=sinks_of(16) if has_sinks else None)
+    store = LatentStore(TritonLatentStore(codec))
     noted: set[Any] = set()
     monkeypatch.setattr(Ahead, "note", lambda _ahead, variant, _compile: noted.add(variant))
     page = torch.zeros(1, BLOCK_SIZE, codec.slot_bytes, dtype=torch.uint8, device=DEVICE)
     kernels.warm_up(store, page)
-    assert len(noted) == (8 if reads_rows else 6), "store, picks (or counts, schedule, CUDA), prefixes, split, merges"
+    count = (8 if reads_rows else 6) + has_sinks
+    assert len(noted) == count, "store, picks (or counts, schedule, CUDA), prefixes, split, merges, sinks"
     launched: set[Any] = set()
     call = Launch.__call__
 
@@ -156,7 +181,7 @@ def test_the_warm_up_notes_what_steps_launch(reads_rows: bool, monkeypatch: pyte
     store.store(batch.cache, slots, *new, None, None)
     attention = PickAttention(kernels)
     attention.attend(batch.metadata, batch.cache, tuple(x.bfloat16() for x in batch.queries), batch.picks, new)
-    assert launched <= noted and len(launched) == (6 if reads_rows else 5)
+    assert launched <= noted and len(launched) == (6 if reads_rows else 5) + has_sinks
 
 
 def test_padded_heads() -> None:
@@ -205,13 +230,14 @@ def test_one_line_names_the_kernel(
 
 @runs
 def test_layers_of_a_kind_share_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not those with other heads, nor the next step. What a step keeps goes with its metadata, without a collection."""
+    """Not those with other heads or with sinks, nor the next step. What a step keeps goes with its metadata, without a collection."""
     codec, made = codec_of("tq4"), []
     make = CountPicksLaunch.step
     monkeypatch.setattr(CountPicksLaunch, "step", lambda tokens, picks: made.append(tokens) or make(tokens, picks))
     batch = Batch(codec, 16, 400)
     queries, whole = tuple(x.bfloat16() for x in batch.queries), batch.metadata
     layers = [kernels_of(codec, heads, reads_rows=True) for heads in (16, 16, 5)]
+    layers.append(kernels_of(codec, 5, reads_rows=True, sinks=sinks_of(5)))
 
     def step(tokens: int) -> tuple[list[torch.Tensor], SparseLatentMetadata]:
         metadata = SparseLatentMetadata(
@@ -226,16 +252,18 @@ def test_layers_of_a_kind_share_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
             found.append(PickAttention(kernels).attend(metadata, batch.cache, of_layer, picks, None).clone())
         return found, metadata
 
-    expected = batch.expected(codec.output_constant())
+    expected, batch.queries = batch.expected(codec.output_constant()), tuple(x[:, :5] for x in batch.queries)
+    of_sinks = batch.expected(codec.output_constant(), sinks_of(5))
     gc.disable()
     try:
         for tokens in (4, 1):
             made.clear()
             found, metadata = step(tokens)
-            assert made == [tokens, tokens], "one for both layers of 16 heads, and one for that of 5"
+            assert made == [tokens] * 3, "one for both layers of 16 heads, and one for each of 5, of which one has sinks"
             for output, kernels in zip(found, layers, strict=True):
                 rows = [0, 2, 3][:tokens]  # token 1 has no picks
-                assert relative_rms(output[rows], expected[rows, : kernels.heads]) < TOLERANCE
+                truth = expected[:, : kernels.heads] if kernels.sinks is None else of_sinks
+                assert relative_rms(output[rows], truth[rows]) < TOLERANCE
             kept = weakref.ref(metadata)
             del metadata
             assert kept() is None

@@ -82,9 +82,11 @@ class Batch:
         self.starts, self.seq_lens, self.table = starts.tolist(), seq_lens.tolist(), table
         self.picks = self.picks.to(DEVICE)
 
-    def expected(self, constant: torch.Tensor | None) -> torch.Tensor:
-        """fp32 [tokens, heads, 512]; rows without picks are the constant."""
+    def expected(self, constant: torch.Tensor | None, sinks: torch.Tensor | None = None) -> torch.Tensor:
+        """fp32 [tokens, heads, 512]; rows without picks are the constant. With `sinks`, fp32 [heads], each token has one
+        more key, of this score, whose value is what latents as stored have for 0: less the constant."""
         codec, found = self.codec, []
+        mean = codec.stored_mean()
         for i, (first, last) in enumerate(pairwise(self.starts)):
             latent, rope = self.latents[i]
             at = torch.arange(self.seq_lens[i])
@@ -100,23 +102,38 @@ class Batch:
             for token in range(first, last):
                 picked = self.picks[token][self.picks[token] >= 0].long()
                 query = torch.cat([x[token].float() for x in self.queries], dim=-1)
-                weights = (query @ whole[picked].T * SCALE).softmax(-1)
-                found.append(weights @ value[picked])
+                scores, values = query @ whole[picked].T * SCALE, value[picked]
+                if sinks is not None:
+                    if mean is not None:
+                        scores += query[:, :512] @ mean[:, None] * SCALE
+                    scores = torch.cat((scores, sinks[:, None]), dim=1)
+                    zero = torch.zeros(512, device=DEVICE)
+                    values = torch.cat((values, (zero if constant is None else -constant)[None]))
+                found.append(scores.softmax(-1) @ values)
         output = torch.stack(found)
         return output if constant is None else output + constant
 
 
 def cuda_kernels(
-    codec: LatentRowCodec, heads: int, constant: torch.Tensor | None, most_rows: int, *, reads_rows: bool
-) -> Any:
+    codec: LatentRowCodec, heads: int, constant: torch.Tensor | None, most_rows: int, *, reads_rows: bool,
+    sinks: torch.Tensor | None = None,
+) -> Any:  # fmt: skip
     """`CudaPicks` of a layer for `Batch`; with `reads_rows` the CUDA kernel serves decodes."""
     from packed_kv.attention.latent.hopper_picks import HopperPicks
     from packed_kv.attention.latent.picks import PickLayout
     from packed_kv.attention.latent.picks_on_cuda import CudaPicks
 
-    layer = PickLayout(codec, heads, SCALE, constant, PICKS)
+    layer = PickLayout(codec, heads, SCALE, constant, PICKS, sinks)
     row_kernel = HopperPicks(layer, 8) if reads_rows else None
     return CudaPicks(layer, max(most_rows, 4 * PICKS), 144, row_kernel)
+
+
+def sinks_of(heads: int) -> torch.Tensor:
+    """Scores of sinks, fp32 [heads], of which some take next to nothing and some nearly everything; the first one is of
+    a head that has none."""
+    sinks = torch.linspace(0, 9, heads, device=DEVICE)
+    sinks[0] = float("-inf")
+    return sinks
 
 
 def relative_rms(found: torch.Tensor, expected: torch.Tensor) -> float:

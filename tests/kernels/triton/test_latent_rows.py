@@ -8,8 +8,8 @@ from launchers import gather_rows, run, store_latents
 from packed_kv.channel_calibration import ChannelCalibration
 from packed_kv.codecs.latent_rows import LatentRowCodec
 from packed_kv.formats import FORMATS
-from packed_kv.kernels.triton.sparse_picks import MergePicksLaunch, SplitPicksLaunch
-from packed_kv.reference.sparse_latents import attend_picks, gather_tokens, merge, split_picks
+from packed_kv.kernels.triton.sparse_picks import MergePicksLaunch, PickSinksLaunch, SplitPicksLaunch
+from packed_kv.reference.sparse_latents import attend_picks, gather_tokens, merge, share_with_sinks, split_picks
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 KINDS = [*((name, 16) for name in FORMATS), ("tq4", 8), ("tq3", 8), ("turboquant25", 8), ("turboquant35", 8)]
@@ -131,11 +131,41 @@ def test_kinds_are_merged(has_stored: bool, has_constant: bool) -> None:
     ]  # fmt: skip
     expected = merge(clean[0] if has_stored else None, clean[1], gain, constant if has_constant else None)
     output = torch.full((6, heads, rank), float("nan"), device=DEVICE)
-    launch = MergePicksLaunch(1 / gain, constant if has_constant else None, heads, padded, has_stored=has_stored)
+    launch = MergePicksLaunch(
+        1 / gain, constant if has_constant else None, heads, padded, has_stored=has_stored, has_lse=has_constant
+    )
+    whole = torch.full((6, heads), float("nan"), device=DEVICE)
     step = MergePicksLaunch.step(6, heads, (lse[0], picks[0]), (lse[1], picks[1]))
-    run(launch, step, output, parts[0] if has_stored else parts[1], parts[1])
+    run(launch, step, output, parts[0] if has_stored else parts[1], parts[1], whole)
     assert torch.allclose(output, expected, atol=1e-5)
     assert torch.equal(output[3], torch.zeros_like(output[3]) + (constant if has_constant else 0))
+    of_both = torch.logaddexp(clean[0][1], clean[1][1]) if has_stored else clean[1][1]
+    assert torch.allclose(whole, of_both, atol=1e-5) if has_constant else whole.isnan().all()
+
+
+@pytest.mark.parametrize("has_mean", [True, False])
+def test_sinks_share_the_weights(has_mean: bool) -> None:
+    """Against one softmax over keys and sinks. A row without keys is 0 where its head has a sink."""
+    random = torch.Generator().manual_seed(6)
+    tokens, heads, rank, scale = 5, 3, 512, 0.07
+    keys, values = torch.randn(2, 40, rank, generator=random)
+    query = torch.randn(tokens, heads, 2 * rank, generator=random)[..., :rank]
+    mean, sinks = torch.randn(rank, generator=random), torch.tensor([-float("inf"), 2.0, 7.0])
+    scores = query @ keys.T * scale
+    true = scores + (query @ mean * scale)[..., None] if has_mean else scores
+    expected = torch.cat((true, sinks[:, None].expand(tokens, heads, 1)), dim=-1).softmax(-1)[..., :-1] @ values
+    output, lse = scores.softmax(-1) @ values, scores.logsumexp(-1)
+    output[4], lse[4], expected[4] = 1, float("-inf"), torch.tensor([1.0, 0, 0])[:, None]
+    query, mean, sinks, output, lse, expected = (x.to(DEVICE) for x in (query, mean, sinks, output, lse, expected))
+    reference = share_with_sinks(output, lse, sinks, query @ mean * scale if has_mean else None)
+    assert torch.allclose(reference, expected, atol=1e-5)
+    for dtype, bound in ((torch.float32, 1e-5), (torch.bfloat16, 0.02)):
+        of_dtype, of_query = output.to(dtype), query.to(dtype)
+        lacking = of_query.float() @ mean * scale if has_mean else None
+        of_rounded = share_with_sinks(of_dtype, lse, sinks, lacking)
+        launch = PickSinksLaunch(sinks, mean if has_mean else None, scale, of_query)
+        run(launch, PickSinksLaunch.step(tokens, heads), of_dtype, of_query, lse)
+        assert torch.allclose(of_dtype.float(), of_rounded, rtol=bound, atol=bound / 10)
 
 
 def test_both_kinds_are_attention_over_all_picks() -> None:

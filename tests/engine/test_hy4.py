@@ -1,0 +1,152 @@
+"""Engines of Hy4 on the CPU: picked latents beside attention sinks, with an exact indexer in PyTorch.
+
+vLLM's own model runs, against transformers'.
+"""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+from pathlib import Path
+
+import pytest
+import sparse_models
+import tiny_models
+import torch
+from fake_codecs import register_null_format
+from harness import engine, keep_chunks, kv_tokens, mean_kl, scheduler, teacher_forced_logits
+from packed_kv.engine import capacity, latent_backend, registration
+from packed_kv.facts import Facts, Latents
+from packed_kv.refusals import refuse
+from packed_kv_quality.engines import attention_layers
+from safetensors.torch import load_file, save_file
+from test_latent import coded
+from test_sparse import CHUNK, MEMORY, OPTIONS, TOKEN_IDS, greedy, with_pairs_of_rope
+from tiny_models import true_logits
+from vllm.platforms import current_platform
+
+pytestmark = pytest.mark.skipif(not current_platform.is_cpu(), reason="the indexer is patched into the CPU platform")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return tiny_models.save(tiny_models.hy_v4(), tmp_path_factory.mktemp("hy_v4"))
+
+
+@pytest.fixture
+def tiny_engine(monkeypatch: pytest.MonkeyPatch, demo_model: str):
+    sparse_models.install(monkeypatch)
+    keep_chunks(monkeypatch)
+    return partial(engine, **{**OPTIONS, "tokenizer": demo_model})
+
+
+def test_the_null_codec_is_exact(model: str, tiny_engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whole prompts, chunks and decodes; rotated, centred and scaled. A layer without an indexer has the picks of the
+    one before it. Faults are seen: sinks that are left out, or that meet centred scores."""
+    register_null_format(monkeypatch, "null_fp32")
+    truth = true_logits(model, TOKEN_IDS)
+    with tiny_engine(model, "null_fp32") as llm:
+        layers = attention_layers(llm)
+        for layer in layers:
+            assert layer.impl.is_sparse and layer.prefill_backend is None
+            assert torch.equal(layer.impl.sinks, torch.linspace(-3, 6, 4))
+        assert [layer.impl._indexer is None for layer in layers] == [False, True, False]
+        errors = {n: (teacher_forced_logits(llm, TOKEN_IDS, n) - truth).abs().max().item() for n in (200, CHUNK, 8, 1)}
+        print(f"largest error by tokens of a step: {errors}, logits {truth.std():.1f}")
+        assert max(errors.values()) < 1e-3
+        kernels = layers[1].impl.kernels.attention.kernels
+        with monkeypatch.context() as patch:
+            patch.setattr(kernels, "mean", None)
+            faults = [(teacher_forced_logits(llm, TOKEN_IDS, n) - truth).abs().max().item() for n in (CHUNK, 1)]
+        monkeypatch.setattr(kernels, "sinks", None)
+        faults += [(teacher_forced_logits(llm, TOKEN_IDS, n) - truth).abs().max().item() for n in (CHUNK, 1)]
+    print(f"largest error by fault: {faults}")
+    assert min(faults) > 0.02
+
+
+def test_chunks_prefix_hits_and_batches_change_no_token(
+    model: str, tiny_engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prompts of a batch, of which the first is chunked, against each alone in transformers; then behind hits."""
+    register_null_format(monkeypatch, "null_fp32")
+    random = torch.Generator().manual_seed(1)
+    prompts = [torch.randint(0, tiny_models.VOCAB, (n,), generator=random).tolist() for n in (150, 37, 5, 90)]
+    prompts.append([*prompts[0][:130], 5, 6, 7])
+    with tiny_engine(model, "null_fp32") as llm:
+        scheduler(llm).max_num_scheduled_tokens = CHUNK
+        found = [*greedy(llm, prompts[:4]), *greedy(llm, prompts[4:])]
+    assert [cached for _, cached in found] == [0, 0, 0, 0, 128]
+    for prompt, (tokens, _) in zip(prompts, found, strict=True):
+        expected = true_logits(model, [*prompt, *tokens])[len(prompt) - 1 : -1].argmax(-1).tolist()
+        assert tokens == expected
+
+
+def test_a_dtype(model: str, tiny_engine) -> None:
+    """Decodes lose what the codec does; a whole prompt nothing. KV tokens are those of the bytes of rows, and of index
+    keys in the layers that have an indexer."""
+    truth = true_logits(model, TOKEN_IDS)
+    with tiny_engine(model, "tq4") as llm:
+        config = llm.llm_engine.vllm_config
+        a_token = 3 * 400 + 2 * 132
+        assert capacity.bytes_per_token(config) == (a_token, 3 * 1152 + 2 * 132)
+        block = config.cache_config.block_size
+        assert kv_tokens(llm) == pytest.approx(MEMORY / a_token, abs=block)
+        whole, decodes = (teacher_forced_logits(llm, TOKEN_IDS, n) for n in (200, 1))
+    assert (whole - truth).abs().max() < 2e-3
+    expected = true_logits(model, TOKEN_IDS, latents=with_pairs_of_rope(coded("tq4")))
+    error, loss = mean_kl(expected, decodes), mean_kl(truth, expected)
+    print(f"KL {error:.1e} from the codec in transformers, of {loss:.4f}")
+    assert error < loss / 20
+
+
+def changed(model: str, folder: Path, **fields: object) -> str:
+    """The model with other fields in its config."""
+    folder.mkdir()
+    (folder / "model.safetensors").symlink_to(f"{model}/model.safetensors")
+    config = json.loads(Path(model, "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | fields))
+    return str(folder)
+
+
+def test_dense_layers_with_sinks_are_refused(
+    model: str, tiny_engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the config, before a layer is made; and by the layer, if the config did not tell: vLLM takes no other backend
+    for it, which would leave the sinks out."""
+    dense = changed(model, tmp_path / "dense", layer_types=["indexed_attention", "full_attention", "indexed_attention"])
+    words = "dense latent attention .MLA. with attention sinks: HYV4ForCausalLM, and packed pages have sinks in layers"
+    with pytest.raises(ValueError, match=words), tiny_engine(dense, "tq4"):
+        pass
+    facts = registration.engine_facts
+    monkeypatch.setattr(
+        registration, "engine_facts", lambda config: Facts(*facts(config).records, Latents(has_dense_sinks=False))
+    )
+    words = "these options of an attention layer: sinks, which the packed backends do not know"
+    with pytest.raises(ValueError, match=words), tiny_engine(dense, "tq4"):
+        pass
+
+
+def test_every_backend_takes_sinks() -> None:
+    """Else vLLM's Hy4 would drop them with a warning."""
+    for make in (latent_backend.latent_backend_of, latent_backend.sparse_latent_backend_of):
+        assert make("tq4", 512, 64, 16).supports_sink()
+    refuse(Facts(Latents(is_mla=True, has_dense_sinks=False)), "tq4")
+
+
+def test_without_sinks(model: str, tiny_engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A config that turns them off: prompts of up to 24 tokens are attended to densely again."""
+    register_null_format(monkeypatch, "null_fp32")
+    plain, silent = (changed(model, tmp_path / name, learnable_sink=name == "silent") for name in ("plain", "silent"))
+    weights = load_file(f"{model}/model.safetensors")
+    sinks = {name for name in weights if "sink" in name}
+    of_silent = {name: x - 1e9 if name in sinks else x for name, x in weights.items()}
+    of_plain = {name: x for name, x in weights.items() if name not in sinks}
+    for folder, kept in ((silent, of_silent), (plain, of_plain)):
+        Path(folder, "model.safetensors").unlink()
+        save_file(kept, Path(folder, "model.safetensors"), {"format": "pt"})
+    truth = true_logits(silent, TOKEN_IDS[:60])
+    with tiny_engine(plain, "null_fp32") as llm:
+        assert all(layer.impl.sinks is None and layer.prefill_backend for layer in attention_layers(llm))
+        errors = [(teacher_forced_logits(llm, TOKEN_IDS[:60], n) - truth).abs().max().item() for n in (60, 20, 1)]
+    print(f"largest errors {errors}")
+    assert max(errors) < 1e-3
