@@ -144,7 +144,7 @@ REFUSED = {
     "Rnj1ForCausalLM": "these options of an attention layer: chunk_lookback, which",
     "FlintForCausalLM": "models that choose their own attention backend",
     "Dots3NoteForCausalLM": "latent attention (MLA) in layers of their own kind",
-    "HYV4ForCausalLM": "latent attention (MLA) with attention sinks",
+    "HYV4ForCausalLM": "dense latent attention (MLA) with attention sinks",
     "Glm5NextForCausalLM": "sparse attention",
     "VoxtralRealtimeGeneration": "models that choose their own attention backend",
     "LlamaBidirectionalModel": "encoders: encoder_only",

@@ -57,10 +57,9 @@ REFUSED = [
         "models that do not pass cache_config to their attention layers: RWForCausalLM, whose",
     ),
     (
-        Facts(Latents(is_mla=True), Architecture(name="HYV4ForCausalLM")),
-        "latent attention (MLA) with attention sinks: HYV4ForCausalLM, whose sinks vLLM would leave out; use",
+        Facts(Latents(has_dense_layers=True), Architecture(name="HYV4ForCausalLM")),
+        "dense latent attention (MLA) with attention sinks: HYV4ForCausalLM, some of whose layers read all tokens; ",
     ),
-    (Facts(Latents(has_sinks=True)), "latent attention (MLA) with attention sinks: the model, whose"),
     (Facts(Latents(is_sparse=True)), "sparse attention: the model, whose"),
     (
         Facts(Latents(is_sparse=True, rank=256, rope_size=64), Architecture(name=V32)),
@@ -277,7 +276,7 @@ SERVED = Facts(
         kind="decoder", is_causal=True, has_alibi=False, has_image_prefix=False, has_static_sinks=False, sinks=(32,),
         sliding_window=128,
     ),
-    Latents(is_mla=False, is_sparse=False, has_sinks=False, rank=512, rope_size=64, size=576, built_size=576),
+    Latents(is_mla=False, is_sparse=False, has_dense_layers=False, rank=512, rope_size=64, size=576, built_size=576),
     Layer(
         name="layers.0", options=(), has_output_scale=False, head_size=192, value_size=128, built_value_size=128,
         query_heads=32,

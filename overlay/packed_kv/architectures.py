@@ -23,7 +23,7 @@ SPARSE_LATENTS = ("DeepseekV32", "GlmMoeDsa", *PLAIN_SPARSE_LATENTS)
 BOTH_WAYS = ("HrmText",)
 """Architectures whose prompts are read in both directions (prefix LM)."""
 LATENT_SINKS = ("HYV4",)
-"""Architectures with latent attention and a learned sink a head, unless their configs say otherwise."""
+"""Architectures with latent attention, learned sinks, and `layer_types` that say which layers pick tokens."""
 OWN_LATENTS = ("Dots3Note",)
 """Architectures with latent attention in layers of a class of their own. Kimi's is served."""
 LAYER_OPTIONS = {"Rnj1": "chunk_lookback"}

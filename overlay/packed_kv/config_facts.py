@@ -32,15 +32,14 @@ def facts_of_config(config: Config) -> Facts:
         attention = "encoder_decoder"
     drafts = sorted(kinds & {*DRAFTS_WITHOUT_A_CACHE})
     has_latents = reads_latents(text)
-    is_of_sinks = name.startswith(LATENT_SINKS)
-    has_sinks = (has_latents or is_of_sinks) and bool(text.get("learnable_sink", is_of_sinks))
+    has_sinks = name.startswith(LATENT_SINKS) or (has_latents and bool(text.get("learnable_sink")))
     return Facts(
         Cache(auto=asked_cache(nested(text, "quantization_config"))),
         Architecture(name=printable(name, 60) or None),
         Latents(
             is_mla=has_latents,
             is_sparse=has_latents and text.get("index_topk") is not None,
-            has_dense_sinks=has_sinks and not (text.get("index_topk") and all_pick(text.get("layer_types"))),
+            has_dense_layers=has_sinks and not (text.get("index_topk") and all_pick(text.get("layer_types"))),
             rank=whole(text, "kv_lora_rank") if has_latents else None,
             rope_size=whole(text, "qk_rope_head_dim") if has_latents else None,
         ),

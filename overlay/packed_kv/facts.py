@@ -155,7 +155,7 @@ class Latents(Record):
     """Latent attention (MLA) of a model or of a layer.
 
     is_mla, is_sparse: it has latent attention, and layers that read picked tokens.
-    has_dense_sinks: layers that read all tokens have attention sinks.
+    has_dense_layers: of a model with attention sinks, some layers read all tokens.
     rank, rope_size: channels of a latent vector, and of RoPE beside it.
     size, built_size: both together, and those that its backend was made for.
     layer_class: class of a layer that is none of vLLM's `MLAAttention`.
@@ -163,7 +163,7 @@ class Latents(Record):
 
     is_mla: bool | None = None
     is_sparse: bool | None = None
-    has_dense_sinks: bool | None = None
+    has_dense_layers: bool | None = None
     rank: int | None = None
     rope_size: int | None = None
     size: int | None = None

@@ -235,9 +235,9 @@ RULES: tuple[Rule, ...] = (
          lambda f: f.architecture.name in IGNORES_KV_CACHE_DTYPE
          and f"{f.architecture.name}, whose pages would stay dense",
          is_of_model=True),
-    Rule("dense latent attention (MLA) with attention sinks", "`learnable_sink`, `layer_types`, `architectures`",
-         lambda f: f.latents.has_dense_sinks
-         and f"{_model(f)}, and packed pages have sinks in layers that read picked tokens alone",
+    Rule("dense latent attention (MLA) with attention sinks", "`layer_types`, `learnable_sink`, `architectures`",
+         lambda f: f.latents.has_dense_layers
+         and f"{_model(f)}, some of whose layers read all tokens; packed pages have sinks in those that pick tokens",
          is_of_model=True),
     Rule("sparse attention", "`index_topk`, `architectures`; vLLM's `use_sparse`",
          lambda f: (f.latents.is_sparse or _is_named(f, SPARSE)) and not _is_named(f, SPARSE_LATENTS)

@@ -6,6 +6,8 @@ vLLM's own model runs, against transformers'.
 from __future__ import annotations
 
 import json
+import multiprocessing
+from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from pathlib import Path
 
@@ -17,7 +19,6 @@ from fake_codecs import register_null_format
 from harness import engine, keep_chunks, kv_tokens, mean_kl, scheduler, teacher_forced_logits
 from packed_kv.engine import capacity, latent_backend, registration
 from packed_kv.facts import Facts, Latents
-from packed_kv.refusals import refuse
 from packed_kv_quality.engines import attention_layers
 from safetensors.torch import load_file, save_file
 from test_latent import coded
@@ -114,12 +115,12 @@ def test_dense_layers_with_sinks_are_refused(
     """By the config, before a layer is made; and by the layer, if the config did not tell: vLLM takes no other backend
     for it, which would leave the sinks out."""
     dense = changed(model, tmp_path / "dense", layer_types=["indexed_attention", "full_attention", "indexed_attention"])
-    words = "dense latent attention .MLA. with attention sinks: HYV4ForCausalLM, and packed pages have sinks in layers"
+    words = "dense latent attention .MLA. with attention sinks: HYV4ForCausalLM, some of whose layers read all tokens"
     with pytest.raises(ValueError, match=words), tiny_engine(dense, "tq4"):
         pass
     facts = registration.engine_facts
     monkeypatch.setattr(
-        registration, "engine_facts", lambda config: Facts(*facts(config).records, Latents(has_dense_sinks=False))
+        registration, "engine_facts", lambda config: Facts(*facts(config).records, Latents(has_dense_layers=False))
     )
     words = "these options of an attention layer: sinks, which the packed backends do not know"
     with pytest.raises(ValueError, match=words), tiny_engine(dense, "tq4"):
@@ -130,7 +131,38 @@ def test_every_backend_takes_sinks() -> None:
     """Else vLLM's Hy4 would drop them with a warning."""
     for make in (latent_backend.latent_backend_of, latent_backend.sparse_latent_backend_of):
         assert make("tq4", 512, 64, 16).supports_sink()
-    refuse(Facts(Latents(is_mla=True, has_dense_sinks=False)), "tq4")
+
+
+def drafted(model: str, tokenizer: str) -> list[list[tuple[list[int], int]]]:
+    """Greedy tokens without drafts and with those of MTP."""
+    found = []
+    with pytest.MonkeyPatch.context() as patch:
+        sparse_models.install(patch)
+        keep_chunks(patch)
+        register_null_format(patch, "null_fp32")
+        for config in (None, {"method": "mtp", "num_speculative_tokens": 2}):
+            options = {**OPTIONS, "tokenizer": tokenizer, "speculative_config": config}
+            with engine(model, "null_fp32", **options) as llm:
+                assert [layer.impl.sinks.tolist() for layer in attention_layers(llm)] == [[-3, 0, 3, 6]] * (
+                    3 if config is None else 4
+                )
+                found.append(greedy(llm, [TOKEN_IDS[:n] for n in (60, 30, 5)]))
+    return found
+
+
+def test_drafts_change_no_token(model: str, demo_model: str, tmp_path: Path) -> None:
+    """MTP, whose layer has sinks and picks of its own. In a process of its own; see the test of n-grams."""
+    weights = load_file(f"{model}/model.safetensors")
+    last = {name: x for name, x in weights.items() if name.startswith("model.layers.2.") and ".hc_" not in name}
+    draft = {name.replace("layers.2.", "layers.3."): x.clone() for name, x in last.items()}
+    draft |= {f"model.layers.3.{name}.weight": torch.ones(64) for name in ("enorm", "hnorm", "final_layernorm")}
+    draft["model.layers.3.eh_proj.weight"] = torch.cat([torch.zeros(64, 64), torch.eye(64)], dim=1)
+    with_draft = changed(model, tmp_path / "mtp", num_nextn_predict_layers=1)
+    Path(with_draft, "model.safetensors").unlink()
+    save_file(weights | draft, Path(with_draft, "model.safetensors"), {"format": "pt"})
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as process:
+        plain, found = process.submit(drafted, with_draft, demo_model).result()
+    assert [tokens for tokens, _ in found] == [tokens for tokens, _ in plain]
 
 
 def test_without_sinks(model: str, tiny_engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

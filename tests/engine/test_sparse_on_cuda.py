@@ -130,7 +130,7 @@ def in_pytorch(llm: LLM) -> None:
         kernels = impl.kernels.attention.kernels
         assert isinstance(kernels, CudaPicks)
         codec, constant = kernels.codec, kernels.constant
-        attention = PickAttention(ReferencePicks(codec, impl.scale, constant))
+        attention = PickAttention(ReferencePicks(codec, impl.scale, constant, kernels.sinks))
         store, prefix = LatentStore(reference_latent_store(codec)), ReferenceLatentPrefix(codec)
         impl.kernels = SparseLatentKernels(store, attention, prefix)
 

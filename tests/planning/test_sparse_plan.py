@@ -29,6 +29,13 @@ GLM = {
     "index_topk_freq": 4, "index_skip_topk_offset": 3,
 }  # fmt: skip
 """GLM-5.2: its first three layers have an indexer, then every fourth."""
+HY4 = {
+    **LATENTS, "architectures": ["HYV4ForCausalLM"], "model_type": "hy_v4", "num_hidden_layers": 34,
+    "hidden_size": 2816, "intermediate_size": 6912, "num_attention_heads": 32, "qk_nope_head_dim": 192,
+    "v_head_dim": 256, "vocab_size": 120832, "n_routed_experts": 256, "moe_intermediate_size": 768,
+    "n_shared_experts": 1, "num_experts_per_tok": 8, "layer_types": ["deepseek_sparse_attention"] * 34,
+}  # fmt: skip
+"""Hy4: an indexer in its first two layers, then in every fourth."""
 SERVING, MEMORY = Serving(32768, in_flight_tokens=16384), 45 * 10**9
 FIGURES = [("tq4", 16, 1.48, 1.59), ("tq4", 8, 1.63, 1.78), ("tq3", 8, 1.88, 2.14)]
 """Dtype, bits of RoPE, and tokens in times fp8_ds_mla's, of V3.2 and GLM-5.2."""
@@ -43,6 +50,9 @@ def test_index_sharing() -> None:
     with_keys = [i for i in range(78) if index_bytes(GLM, i)]
     assert with_keys == [0, 1, 2, *range(6, 78, 4)] and len(with_keys) == 21
     assert [index_bytes({"index_topk_pattern": "FSSF"}, i) for i in range(5)] == [132, 0, 0, 132, 132]
+    assert [i for i in range(34) if index_bytes(HY4, i)] == [0, *range(1, 34, 4)]
+    types = {**HY4, "indexer_types": ["full", *["shared"] * 33]}
+    assert [i for i in range(34) if index_bytes(types, i)] == [0]
 
 
 @pytest.mark.parametrize(("dtype", "rope_bits", "of_v32", "of_glm"), FIGURES)
@@ -64,17 +74,16 @@ def test_bytes_of_a_token() -> None:
     assert recent_window(model, "tq4", SERVING)[1].startswith("sparse attention (its layers read picked tokens")
 
 
-@pytest.mark.parametrize("config", [V32, GLM], ids=["V3.2", "GLM-5.2"])
+@pytest.mark.parametrize(("config", "indexers"), [(V32, 61), (GLM, 21), (HY4, 10)], ids=["V3.2", "GLM-5.2", "Hy4"])
 def test_plan_says_it(
-    config: dict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    config: dict, indexers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(plan, "installed_vllm", lambda: "0.33.0")
     (tmp_path / "config.json").write_text(json.dumps(config))
     options = ["--gpu", "H200", "--tensor-parallel", "8", "--weights", "fp8"]
     assert plan.main([str(tmp_path), *options]) == 0
     said = " ".join(capsys.readouterr().out.split())
-    layers = 61 if config is V32 else 21
-    assert f"index keys of 132 bytes a token in {layers} of {config['num_hidden_layers']} layers" in said
+    assert f"index keys of 132 bytes a token in {indexers} of {config['num_hidden_layers']} layers" in said
     assert "blocks of 64 tokens" in said and "attention of decodes: beside fp8_ds_mla's by query heads" in said
 
 
@@ -88,3 +97,14 @@ def test_sizes() -> None:
     for changed in ({"kv_lora_rank": 256}, {"qk_rope_head_dim": 32}):
         (refused,) = refusals_of_model({**V32, **changed})
         assert "sparse attention over latents of this size" in refused.sentence("tq4")
+
+
+def test_sinks() -> None:
+    """Where all layers pick tokens. Those of which the config does not say it read all, as vLLM takes it."""
+    assert refusals_of_model(HY4, shape(HY4), "0.33.0") == []
+    row = FORMATS["tq4"].latent_bytes(512, 64)
+    found = [bytes_per_token(shape(HY4), name, SERVING) for name in (FP8, "tq4")]
+    assert found == [34 * size + 10 * 132 for size in (656, row)]
+    for types in ([*HY4["layer_types"][:-1], "full_attention"], None):
+        (refused,) = refusals_of_model({**HY4, "layer_types": types})
+        assert "dense latent attention (MLA) with attention sinks: HYV4ForCausalLM" in refused.sentence("tq4")

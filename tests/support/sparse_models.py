@@ -1,4 +1,4 @@
-"""Sparse attention over latents (DeepSeek V3.2) with an indexer in PyTorch, whose picks are exact, in vLLM's place.
+"""Sparse attention over latents (DeepSeek V3.2, Hy4) with an indexer in PyTorch, whose picks are exact, in vLLM's place.
 
 vLLM's CPU platform has none for it: there its keys are fp32, beside pages of 132 bytes a token as on CUDA. On CUDA
 vLLM's needs DeepGEMM, which compiles kernels at run time; there the keys are vLLM's own, fp8 in these pages.
@@ -134,13 +134,28 @@ def requests_of_tokens(starts: torch.Tensor, out: torch.Tensor, _mapped: int, to
     return out[:tokens]
 
 
+def store_and_pick_on_cuda(
+    self: Any, hidden: torch.Tensor, query: torch.Tensor, key: torch.Tensor, weights: torch.Tensor
+) -> torch.Tensor:
+    """vLLM's `SparseAttnIndexer.forward_cuda`, which stores the index keys, too; see `pick_on_cuda`."""
+    from vllm import _custom_ops
+
+    metadata, name, cache = get_forward_context().attn_metadata, self.k_cache.prefix, self.k_cache.kv_cache
+    if isinstance(metadata, dict):
+        slots = metadata[name].slots
+        _custom_ops.indexer_k_quant_and_cache(key[: len(slots)], cache, slots, self.quant_block_size, self.scale_fmt)
+    sizes = self.topk_tokens, self.head_dim, self.max_model_len, 0
+    return pick_on_cuda(hidden, name, cache, query, None, None, weights, 0, None, *sizes, self.topk_indices_buffer)
+
+
 def install_on_cuda(patch: pytest.MonkeyPatch) -> None:
-    """Let vLLM's layer of CUDA pick tokens by `pick_on_cuda`, with `block_size` 64."""
+    """Let vLLM's layers of CUDA pick tokens by `pick_on_cuda`, with `block_size` 64."""
     import vllm.model_executor.layers.sparse_attn_indexer as indexer
     import vllm.models.deepseek_v32.attention as attention
 
     patch.setattr(indexer, "has_deep_gemm", lambda: True)
     patch.setattr(attention, "sparse_attn_indexer", pick_on_cuda)
+    patch.setattr(indexer.SparseAttnIndexer, "forward_cuda", store_and_pick_on_cuda)
     patch.setattr(attention.DeepseekV32IndexerCache, "get_attn_backend", lambda _self: IndexBackend)
 
 
@@ -159,15 +174,30 @@ CUT = {
 """DeepSeek V3.2 with the attention of a rank of eight, and two layers without experts."""
 
 
-def save_cut(folder: Path, **changed: Any) -> str:
-    """Write the config of `CUT` and return its folder; weights are `random_weights`'."""
+CUT_HY4 = {
+    "architectures": ["HYV4ForCausalLM"], "model_type": "hy_v4", "dtype": "bfloat16", "num_hidden_layers": 3,
+    "layer_types": ["deepseek_sparse_attention"] * 3, "indexer_types": ["full", "shared", "full"],
+    "mlp_layer_types": ["dense"] * 3, "hidden_size": 2816, "intermediate_size": 2048, "num_attention_heads": 32,
+    "num_key_value_heads": 32, "vocab_size": 1024, "max_position_embeddings": 8192, "kv_lora_rank": 512,
+    "q_lora_rank": 1536, "qk_nope_head_dim": 192, "qk_rope_head_dim": 64, "v_head_dim": 256, "index_topk": 2048,
+    "index_n_heads": 16, "index_head_dim": 128, "n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok": 2,
+    "moe_intermediate_size": 256, "hidden_act": "silu", "rms_norm_eps": 1e-6, "tie_word_embeddings": False,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}, "learnable_sink": True, "pad_token_id": None,
+    "bos_token_id": 0, "eos_token_id": 1, "num_nextn_predict_layers": 1,
+}  # fmt: skip
+"""Hy4 with the attention of the whole model, and three layers without experts, of which the second has no indexer."""
+
+
+def save_cut(folder: Path, base: dict[str, Any] = CUT, **changed: Any) -> str:
+    """Write a config such as `CUT` and return its folder; weights are `random_weights`'."""
     folder.mkdir(exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(CUT | changed))
+    (folder / "config.json").write_text(json.dumps(base | changed))
     return str(folder)
 
 
 def random_weights(patch: pytest.MonkeyPatch) -> None:
-    """Let `load_format="dummy"` give weights as of a model, the same in every engine: attention is peaked."""
+    """Let `load_format="dummy"` give weights as of a model, the same in every engine: attention is peaked, and sinks
+    take some of it."""
     from vllm.model_executor.model_loader import dummy_loader
 
     def fill(tensor: torch.Tensor, *_args: Any, name: str = "", **_options: Any) -> None:
@@ -178,6 +208,8 @@ def random_weights(patch: pytest.MonkeyPatch) -> None:
         values = torch.randn(tensor.shape, generator=random, device=tensor.device)
         if tensor.ndim == 1:
             values = values * 0 if name.endswith("bias") else 1 + 0.3 * values
+            if "sink" in name:
+                values = 10 + 10 * (values - 1)
         else:
             values *= 2 / tensor.shape[-1] ** 0.5
         tensor.data.copy_(values)

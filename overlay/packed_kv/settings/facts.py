@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from vllm.platforms import current_platform
 
+from ..architectures import LATENT_SINKS
 from ..cache_scheme import asked_cache
 from ..facts import Architecture, Cache, Drafts, Engine, Facts, Latents, Layer, Pages, Parallel, Vllm
 from ..formats import FORMATS
@@ -22,6 +23,7 @@ def engine_facts(config: VllmConfig) -> Facts:
     """Facts of an engine and its model, without those of a layer."""
     parallel, cache, speculative = config.parallel_config, config.cache_config, config.speculative_config
     model, transfer = config.model_config, config.kv_transfer_config
+    text = model.hf_text_config
     draft_dtype = speculative.kv_cache_dtype if speculative else None
     has_draft_cache = speculative is not None and speculative.uses_draft_kv_cache()
     capability = current_platform.get_device_capability()
@@ -62,14 +64,14 @@ def engine_facts(config: VllmConfig) -> Facts:
             name=model.architecture,
             has_states=model.is_hybrid,
             has_chunks=bool(model.attention_chunk_size),
-            has_several_kinds=len({*(getattr(model.hf_text_config, "layer_types", None) or ())}) > 1,
+            has_several_kinds=len({*(getattr(text, "layer_types", None) or ())}) > 1,
         ),
         Latents(
             is_mla=model.use_mla,
             is_sparse=picks_tokens(config),
-            has_dense_sinks=model.use_mla
-            and bool(getattr(model.hf_text_config, "learnable_sink", False))
-            and not (picks_tokens(config) and all_pick(getattr(model.hf_text_config, "layer_types", None))),
+            has_dense_layers=model.use_mla
+            and (model.architecture.startswith(LATENT_SINKS) or bool(getattr(text, "learnable_sink", False)))
+            and not (picks_tokens(config) and all_pick(getattr(text, "layer_types", None))),
         ),
     )
 
