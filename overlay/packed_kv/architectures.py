@@ -16,8 +16,8 @@ OWN_BACKENDS = (
 SPARSE = ("Glm5Next",)
 """Architectures whose layers read only some tokens of the cache, whatever their configs say."""
 PLAIN_SPARSE_LATENTS = ("HYV4",)
-"""Those of `SPARSE_LATENTS` whose layers are vLLM's plain ones, also on CUDA: their models keep the store of a batch and
-its attention in one part of a CUDA graph, or outside of it."""
+"""Architectures of `SPARSE_LATENTS` whose layers are vLLM's plain ones, also on CUDA: their models keep the store of a
+batch and its attention in one part of a CUDA graph, or outside of it."""
 SPARSE_LATENTS = ("DeepseekV32", "GlmMoeDsa", *PLAIN_SPARSE_LATENTS)
 """Architectures, drafts among them, whose layers read picked latents by a class that packed pages serve."""
 BOTH_WAYS = ("HrmText",)

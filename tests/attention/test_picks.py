@@ -47,7 +47,8 @@ def kernels_of(
 @pytest.mark.parametrize("reads_rows", READS_ROWS)
 @pytest.mark.parametrize("most_rows", [120, 400], ids=["in parts", "at once"])
 @pytest.mark.parametrize(
-    ("name", "heads", "has_sinks"), [("tq4", 16, False), ("turboquant25", 5, True), ("tq3", 3, False), ("tq4", 32, True)]
+    ("name", "heads", "has_sinks"),
+    [("tq4", 16, False), ("turboquant25", 5, True), ("tq3", 3, False), ("tq4", 32, True)],
 )
 def test_a_batch(name: str, heads: int, has_sinks: bool, most_rows: int, reads_rows: bool) -> None:
     """The constant, V's gain for stored latents alone, and prompts whose contexts do not fit the workspace together."""

@@ -10,6 +10,7 @@ import multiprocessing
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import sparse_models
@@ -125,6 +126,15 @@ def test_dense_layers_with_sinks_are_refused(
     words = "these options of an attention layer: sinks, which the packed backends do not know"
     with pytest.raises(ValueError, match=words), tiny_engine(dense, "tq4"):
         pass
+
+
+def test_plain_layers_are_served_on_cuda(model: str, tiny_engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Others are not: their store may lie in a CUDA graph apart from their attention."""
+    platform = SimpleNamespace(is_cuda=lambda: True, get_device_capability=lambda: None)
+    monkeypatch.setattr(registration, "current_platform", platform)
+    monkeypatch.setattr(registration, "version_without_rows", lambda: "")
+    with tiny_engine(model, "tq4") as llm:
+        assert all(layer.impl.kernels is not None for layer in attention_layers(llm))
 
 
 def test_every_backend_takes_sinks() -> None:

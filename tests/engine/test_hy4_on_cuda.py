@@ -45,8 +45,8 @@ def logits_by_chunk(llm) -> dict[int, torch.Tensor]:
     [("tq4", 16, "auto"), ("turboquant25", 8, "auto"), ("tq4", 16, "triton")],
 )
 def test_logits_are_those_of_pytorch(name: str, rope_bits: int, decode_kernel: str, cut_engine, monkeypatch) -> None:
-    """Decodes, whole prompts past `index_topk`, and chunks behind stored tokens. A whole prompt reads its own latents as
-    they are, so its logits are vLLM's own, whose kernels have sinks of their own. Sinks that are left out are seen."""
+    """Decodes, whole prompts past `index_topk`, and chunks behind stored tokens. A whole prompt reads its own latents
+    as they are, so its logits are vLLM's, whose kernels have sinks of their own. Sinks that are left out are seen."""
     options = {"packed_kv": {"latent_rope_bits": rope_bits, "decode_kernel": decode_kernel}}
     with cut_engine(name, additional_config=options) as llm:
         for layer in attention_layers(llm):

@@ -147,8 +147,8 @@ def test_picks_are_split_merged_and_rescaled_in_registers(arch: int) -> None:
         kernel="packed_kv.kernels.triton.sparse_picks:_merge_picks_kernel",
         arch=arch,
         types=dict(
-            output="*bf16", stored="*bf16", own="*bf16", lse="*fp32", stored_lse="*fp32", stored_picks="*i32", own_lse="*fp32",
-            own_picks="*i32", lse_stride="i32", picks="i32", inverse_gain="*fp32", constant="*fp32",
+            output="*bf16", stored="*bf16", own="*bf16", lse="*fp32", stored_lse="*fp32", stored_picks="*i32",
+            own_lse="*fp32", own_picks="*i32", lse_stride="i32", picks="i32", inverse_gain="*fp32", constant="*fp32",
             token_stride="i32",
         ),
         constants=dict(HEADS=16, RANK=RANK, HAS_STORED=True, HAS_CONSTANT=True, HAS_LSE=True),

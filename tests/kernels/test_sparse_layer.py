@@ -76,7 +76,9 @@ class EmulatedPicks(latent_pick_launch.CudaPickDecode):
         import emulated
 
         has_constant, shape = self.constant is not None, step.step.shape
-        variant = latent_launch.Variant(self.heads, shape.rows, self.block_size, *self.dtypes, has_constant, self.has_lse)
+        variant = latent_launch.Variant(
+            self.heads, shape.rows, self.block_size, *self.dtypes, has_constant, self.has_lse
+        )
         call = latent_launch.call_arguments(output, query, rope_query)
         layer = latent_pick_launch.pick_arguments(step, picks) + self.layer
         emulated.run_latent(latent_launch.constants(self.page, variant), call, step.step, layer, self.heads)
@@ -230,7 +232,8 @@ def test_one_line_names_the_kernel(
 
 @runs
 def test_layers_of_a_kind_share_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not those with other heads or with sinks, nor the next step. What a step keeps goes with its metadata, without a collection."""
+    """Not those with other heads or with sinks, nor the next step. What a step keeps goes with its metadata, without a
+    collection."""
     codec, made = codec_of("tq4"), []
     make = CountPicksLaunch.step
     monkeypatch.setattr(CountPicksLaunch, "step", lambda tokens, picks: made.append(tokens) or make(tokens, picks))
@@ -259,7 +262,7 @@ def test_layers_of_a_kind_share_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
         for tokens in (4, 1):
             made.clear()
             found, metadata = step(tokens)
-            assert made == [tokens] * 3, "one for both layers of 16 heads, and one for each of 5, of which one has sinks"
+            assert made == [tokens] * 3, "one for both layers of 16 heads, one for that of 5, and one for sinks"
             for output, kernels in zip(found, layers, strict=True):
                 rows = [0, 2, 3][:tokens]  # token 1 has no picks
                 truth = expected[:, : kernels.heads] if kernels.sinks is None else of_sinks

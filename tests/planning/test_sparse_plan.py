@@ -37,8 +37,8 @@ HY4 = {
 }  # fmt: skip
 """Hy4: an indexer in its first two layers, then in every fourth."""
 SERVING, MEMORY = Serving(32768, in_flight_tokens=16384), 45 * 10**9
-FIGURES = [("tq4", 16, 1.48, 1.59), ("tq4", 8, 1.63, 1.78), ("tq3", 8, 1.88, 2.14)]
-"""Dtype, bits of RoPE, and tokens in times fp8_ds_mla's, of V3.2 and GLM-5.2."""
+FIGURES = [("tq4", 16, 1.48, 1.59, 1.58), ("tq4", 8, 1.63, 1.78, 1.78), ("tq3", 8, 1.88, 2.14, 2.13)]
+"""Dtype, bits of RoPE, and tokens in times fp8_ds_mla's, of V3.2, GLM-5.2 and Hy4."""
 
 
 def shape(config: dict[str, Any], rope_bits: int = 16):
@@ -55,9 +55,9 @@ def test_index_sharing() -> None:
     assert [i for i in range(34) if index_bytes(types, i)] == [0]
 
 
-@pytest.mark.parametrize(("dtype", "rope_bits", "of_v32", "of_glm"), FIGURES)
-def test_tokens_against_fp8(dtype: str, rope_bits: int, of_v32: float, of_glm: float) -> None:
-    for config, figure in ((V32, of_v32), (GLM, of_glm)):
+@pytest.mark.parametrize(("dtype", "rope_bits", "of_v32", "of_glm", "of_hy4"), FIGURES)
+def test_tokens_against_fp8(dtype: str, rope_bits: int, of_v32: float, of_glm: float, of_hy4: float) -> None:
+    for config, figure in ((V32, of_v32), (GLM, of_glm), (HY4, of_hy4)):
         model = shape(config, rope_bits)
         stored, of_fp8 = (bytes_per_token(model, name, SERVING) for name in (dtype, FP8))
         assert of_fp8 / stored == pytest.approx(figure, rel=0.005)

@@ -83,8 +83,8 @@ class Batch:
         self.picks = self.picks.to(DEVICE)
 
     def expected(self, constant: torch.Tensor | None, sinks: torch.Tensor | None = None) -> torch.Tensor:
-        """fp32 [tokens, heads, 512]; rows without picks are the constant. With `sinks`, fp32 [heads], each token has one
-        more key, of this score, whose value is what latents as stored have for 0: less the constant."""
+        """fp32 [tokens, heads, 512]; rows without picks are the constant. With `sinks`, fp32 [heads], each token has
+        one more key, of this score, and as its value that of 0, as latents are stored: less the constant."""
         codec, found = self.codec, []
         mean = codec.stored_mean()
         for i, (first, last) in enumerate(pairwise(self.starts)):

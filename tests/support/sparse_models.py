@@ -1,4 +1,4 @@
-"""Sparse attention over latents (DeepSeek V3.2, Hy4) with an indexer in PyTorch, whose picks are exact, in vLLM's place.
+"""Sparse attention over latents (DeepSeek V3.2, Hy4) with an indexer in PyTorch, of exact picks, in vLLM's place.
 
 vLLM's CPU platform has none for it: there its keys are fp32, beside pages of 132 bytes a token as on CUDA. On CUDA
 vLLM's needs DeepGEMM, which compiles kernels at run time; there the keys are vLLM's own, fp8 in these pages.

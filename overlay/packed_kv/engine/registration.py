@@ -208,9 +208,10 @@ class PackedDTypeHandler:
             adopt(layer)
         else:
             is_sparse_layer = layer.impl.is_sparse and "hands_over_latents" in vars(kind)  # no subclass of it
-            architecture = layer.impl.config.model_config.architecture
-            stays_whole = not (layer.impl.is_sparse and current_platform.is_cuda())
-            is_plain = kind is MLAAttention and (stays_whole or architecture.startswith(PLAIN_SPARSE_LATENTS))
+            stores_apart = layer.impl.is_sparse and current_platform.is_cuda()
+            if stores_apart:
+                stores_apart = not layer.impl.config.model_config.architecture.startswith(PLAIN_SPARSE_LATENTS)
+            is_plain = kind is MLAAttention and not stores_apart
             other = None if is_plain or is_sparse_layer else kind.__name__
             refuse(Facts(Layer(name=layer_name), Latents(layer_class=other)), self.name)
         layer.impl.build(layer_name, layer)

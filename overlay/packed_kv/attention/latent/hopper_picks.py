@@ -60,8 +60,8 @@ class HopperPicks:
     def prepare(
         self, metadata: SparseLatentMetadata, tokens: int, partial: tuple[torch.Tensor, ...], lse: torch.Tensor | None
     ) -> HopperPickStep:
-        """Return the step of a batch's decodes, of so many query tokens. `partial`: of the shapes in `specs`; `lse`: see
-        `attend`."""
+        """Return the step of a batch's decodes, of so many query tokens. `partial`: of the shapes in `specs`;
+        `lse`: see `PickKernels.decode`."""
         assert tokens <= len(self.counts), (tokens, len(self.counts))
         layer, counts = self.layer, self.counts[:tokens]
         requests, query_start = metadata.req_id_per_token[:tokens], metadata.query_start_loc
@@ -87,7 +87,7 @@ class HopperPicks:
         step = metadata.steps.get(key, lambda: self.prepare(metadata, tokens, take_partial(), lse))
         assert step.decode.step.requests == tokens, (step.decode.step.requests, tokens)
         assert picks.shape[1] >= self.layer.picks, (picks.shape, self.layer.picks)
-        assert (step.lse is None) == (lse is None) and (lse is None or step.lse.data_ptr() == lse.data_ptr())
+        assert step.lse is lse or (step.lse is not None and lse is not None and step.lse.data_ptr() == lse.data_ptr())
         held_for = (cache.data_ptr(), cache.stride(), query.dtype)
         decode = self.bound.get("decode", held_for, lambda: self._bind(cache, query.dtype))
         decode(step.decode, query, rope_query, output, picks)

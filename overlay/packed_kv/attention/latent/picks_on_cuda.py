@@ -170,9 +170,7 @@ class CudaPicks(PickKernels):
         launch = self.bound.get(
             ("merge", has_stored),
             None,
-            lambda: MergePicksLaunch(
-                self.inverse_gain, self.constant, *heads, has_stored=has_stored, has_lse=has_lse
-            ),
+            lambda: MergePicksLaunch(self.inverse_gain, self.constant, *heads, has_stored=has_stored, has_lse=has_lse),
         )
         other = own if stored is None else stored
         lse_and_picks = (other[1], picks[0].rows), (own[1], picks[1].rows)

@@ -1,4 +1,4 @@
-"""vLLM's implementation of one layer's sparse attention over latents (DeepSeek V3.2, GLM-5, Hy4): store, picks, prompts.
+"""vLLM's implementation of a layer's sparse attention over latents (DeepSeek V3.2, GLM-5, Hy4): store, picks, prompts.
 
 vLLM's indexer picks the tokens. Prompts of up to `index_topk` tokens are attended to densely, by vLLM's prefill
 backend, which knows no sinks: a layer with sinks has all of its tokens read picks. Prefixes of dense prompts are

@@ -158,9 +158,7 @@ class MergePicksLaunch(Launch):
         super().__init__(
             _merge_picks_kernel,
             Arguments(inverse_gain, of_constant, padded_heads * rank),
-            dict(
-                HEADS=heads, RANK=rank, HAS_STORED=has_stored, HAS_CONSTANT=constant is not None, HAS_LSE=has_lse
-            ),
+            dict(HEADS=heads, RANK=rank, HAS_STORED=has_stored, HAS_CONSTANT=constant is not None, HAS_LSE=has_lse),
             num_warps=2,
         )
 
@@ -204,9 +202,9 @@ def _pick_sinks_kernel(
 
 
 class PickSinksLaunch(Launch):
-    """`share_with_sinks` for layers with these `sinks`, float [heads], and `mean`, fp32 [rank] or None, by which stored
-    latents differ; for queries of the dtype and strides of `query`. Called with the output [tokens, heads, rank], queries
-    [tokens, heads, rank] and lse, fp32 [tokens, heads]."""
+    """`share_with_sinks` for layers with these `sinks`, float [heads], and `mean`, fp32 [rank], which stored latents
+    lack, or None; for queries of the dtype and strides of `query`. Called with the output and queries, [tokens, heads,
+    rank], and lse, fp32 [tokens, heads]."""
 
     def __init__(self, sinks: torch.Tensor, mean: torch.Tensor | None, scale: float, query: torch.Tensor) -> None:
         _, heads, rank = query.shape
