@@ -217,7 +217,7 @@ def picks_tokens(text: Config) -> bool:
 
 def all_pick(layer_types: object) -> bool:
     """True if `layer_types` of a config says of every layer that it reads picked tokens."""
-    return isinstance(layer_types, list | tuple) and bool(layer_types) and {*layer_types} <= {*PICKING_KINDS}
+    return isinstance(layer_types, list) and bool(layer_types) and all(kind in PICKING_KINDS for kind in layer_types)
 
 
 def index_bytes(text: Config, number: int) -> int:
