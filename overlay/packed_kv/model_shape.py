@@ -27,11 +27,10 @@ the smaller pages; beside a skipped layer in bf16 a packed page would take 3.8 t
 DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 
 PICKING_KINDS = ("deepseek_sparse_attention", "indexed_attention", "sparse_attention", "sparse")
-"""Words of `layer_types` for layers that read picked tokens, as vLLM's models/hy_v4 knows them."""
+"""Words of `layer_types` for layers of latents that read picked tokens, as vLLM's models/hy_v4 knows them."""
 KINDS = {
     "full_attention": ("full",),
     "attention": ("full",),
-    **dict.fromkeys(PICKING_KINDS, ("full",)),
     "sliding_attention": ("sliding",),
     "chunked_attention": ("chunked",),
     "linear_attention": ("state",),
@@ -420,10 +419,11 @@ def _kinds(text: Config) -> list[tuple[str, ...]]:
     number, kind, letters = text["num_hidden_layers"], word(text, "model_type"), layer_letters(text)
     window = whole(text, "sliding_window") if text.get("use_sliding_window") is not False else 0
     if words := listed(text, "layer_types", "layers_block_type", of=str, least=number):
-        if unknown := sorted(set(words) - set(KINDS)):
+        known = KINDS | dict.fromkeys(PICKING_KINDS, ("full",)) if picks_tokens(text) else KINDS
+        if unknown := sorted(set(words) - set(known)):
             what = printable(", ".join(unknown))
-            raise BadInput(f"layers of the kind {what} are not known; known: {', '.join(KINDS)}")
-        return [KINDS[word] for word in words[:number]]
+            raise BadInput(f"layers of the kind {what} are not known; known: {', '.join(known)}")
+        return [known[word] for word in words[:number]]
     if pattern := listed(text, "hybrid_layer_pattern", of=int, least=number):  # MiMo-V2
         return [("sliding",) if slides else ("full",) for slides in pattern[:number]]
     if letters:

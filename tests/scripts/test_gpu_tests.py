@@ -49,11 +49,11 @@ def test_parts_one_after_the_other(path: str) -> None:
     assert f"ran -n 8 {first} --ignore=tests/kernels/test_compile.py" in kernels
     assert "ran -n 5 tests/engine/test_on_cuda.py tests/engine/test_latent_on_cuda.py" in engine
     cases = re.findall(r'^    "(tests/.*?)"', SCRIPT.read_text(), re.MULTILINE)
-    assert memcheck.count("ran tests/") == 4 and len(cases) > 20
+    assert memcheck.count("ran tests/") == 8 and len(cases) > 20
     assert all(memcheck.count(case) == 1 for case in cases)
 
 
-@pytest.mark.parametrize(("cores", "processes"), [(1, (1, 1, 1)), (64, (16, 12, 13))])
+@pytest.mark.parametrize(("cores", "processes"), [(1, (1, 1, 1)), (32, (16, 10, 16))])
 def test_processes_by_cores(path: str, cores: int, processes: tuple[int, int, int]) -> None:
     Path(path.split(os.pathsep)[0], "nproc").write_text(f"#!/bin/bash\necho {cores}\n")
     kernels, engine, memcheck = run(path).stdout.split("== ")[1:]
