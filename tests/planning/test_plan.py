@@ -486,7 +486,7 @@ BAD_CONFIGS = {
     "Falcon": ({**SHAPE_8B, "architectures": ["FalconForCausalLM"]}, "FalconForCausalLM, whose pages would stay dense"),
     "kinds": ({**SHAPE_8B, "layer_types": ["full_attention"]}, "layer_types has 1 entries, but the model has 36"),
     "kind": ({**SHAPE_8B, "layer_types": ["odd"] * 36}, "layers of the kind odd are not known"),
-    "picks": ({**SHAPE_8B, "layer_types": ["sparse_attention"] * 36}, "layers of the kind sparse_attention are not known"),
+    "picks": ({**SHAPE_8B, "layer_types": ["sparse"] * 36}, "layers of the kind sparse are not known"),
     "state": ({**SHAPE_8B, "layer_types": ["mamba", "attention"] * 18}, "whose size is not known"),
 }
 
