@@ -57,21 +57,23 @@ sleep_tests=tests/engine/test_sleep_on_cuda.py # alone on the card: they read ho
 
 run_pytest() { python3 -m pytest -q --tb=short -p no:cacheprovider "$@"; }
 
-# A job runs in the background and writes to the file of its name in $logs.
+# A job runs in the background, and prints what it has written, in a file of its name in $logs, when it ends.
 declare -A jobs=()
 start() {
     local name=$1
     shift
-    "$@" >"$logs/$name" 2>&1 &
+    {
+        local code=0
+        "$@" >"$logs/$name" 2>&1 || code=$?
+        cat "$logs/$name"
+        exit "$code"
+    } &
     jobs[$name]=$!
 }
-# Prints what jobs have written, in turn, each when it has ended. Fails if one has.
+# Waits for jobs. Fails if one has failed.
 finish() {
     local name code=0
-    for name in "$@"; do
-        wait "${jobs[$name]}" || code=1
-        cat "$logs/$name"
-    done
+    for name in "$@"; do wait "${jobs[$name]}" || code=1; done
     return "$code"
 }
 

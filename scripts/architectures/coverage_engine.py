@@ -196,7 +196,7 @@ def facts(llm: LLM) -> dict[str, Any]:
     attending = [layer for layer in layers if hasattr(layer, "head_size")]
     return {
         "kinds": sorted({kind for layer in layers for kind in kinds(layer)}),
-        "heads": sorted({f"{layer.num_heads}/{layer.num_kv_heads}" for layer in attending}),
+        "heads": sorted({f"{layer.num_heads}/{getattr(layer, 'num_kv_heads', 1)}" for layer in attending}),
         "head_sizes": sorted({layer.head_size for layer in attending}),
         "backends": sorted({layer.get_attn_backend().get_name() for layer in layers}),
         "kv_tokens": kv_tokens(llm),

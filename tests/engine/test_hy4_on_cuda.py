@@ -30,7 +30,7 @@ def cut_engine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable:
     return partial(
         engine, sparse_models.save_cut(tmp_path / "cut", sparse_models.CUT_HY4), dtype="bfloat16", load_format="dummy",
         skip_tokenizer_init=True, max_model_len=4096, max_num_seqs=16, max_num_batched_tokens=28672, block_size=64,
-        kv_cache_memory_bytes=MEMORY, gpu_memory_utilization=0.5,
+        kv_cache_memory_bytes=MEMORY, gpu_memory_utilization=0.2,
     )  # fmt: skip
 
 
