@@ -242,11 +242,6 @@ def shows(names: Iterable[str] | Mapping[str, str]) -> dict[str, Show]:
     return {title: text(name) for title, name in titled.items()}
 
 
-def once_measured(*specs: Spec) -> list[Spec]:
-    """Return the tables whose files are there; a page needs the markers of these alone."""
-    return [spec for spec in specs if isinstance(spec.files, str) and (RESULTS / spec.files).exists()]
-
-
 SERVER = released("serve.csv", "auto", "fp8", *OURS)
 STARTS = released("startup.csv", "auto", "tq4", "turboquant25")
 SPECS: Mapping[str, Sequence[Spec]] = {
@@ -276,12 +271,10 @@ SPECS: Mapping[str, Sequence[Spec]] = {
         Spec("latent-steps", released("glm_flash.csv", "auto", "tq4"), STEPS, STEP, CASE),
         Spec("latent-prefill", released("glm_flash_prefill.csv", "auto", "tq4"), {"dtype": "tokens/s, tokens:"},
              TOKENS_S, ("tokens",)),
-        *once_measured(
-            Spec("sparse-steps", released("sparse.csv"), ROPE_BITS, STEP, CASE, base=FP8_CACHE),
-            Spec("sparse-prefill", released("sparse_prefill.csv"), ROPE_BITS | {"dtype": "tokens/s, tokens:"}, TOKENS_S,
-                 ("tokens",), base=FP8_CACHE),
-            Spec("kimi-steps", released("kimi_linear.csv"), STEPS, STEP, CASE),
-        ),
+        Spec("sparse-steps", released("sparse.csv"), ROPE_BITS, STEP, CASE, base=FP8_CACHE),
+        Spec("sparse-prefill", released("sparse_prefill.csv"), ROPE_BITS | {"dtype": "tokens/s, tokens:"}, TOKENS_S,
+             ("tokens",), base=FP8_CACHE),
+        Spec("kimi-steps", released("kimi_linear.csv"), STEPS, STEP, CASE),
         Spec("tensor-parallel", {"tensor_parallel_one.csv": "", "tensor_parallel.csv": ""}, {"ranks": "GPUs",
              "dtype": "ms"}, STEP, CASE, prepare=list),
         Spec("cpu", "cpu_engine.csv", {"what": "what", "dtype": "dtype"}, {"ms": text("ms"),
@@ -319,6 +312,8 @@ SPECS: Mapping[str, Sequence[Spec]] = {
              by_kernel),
         Spec("latent-kernels", "latent_kernels.csv", {"heads": "heads", "cache": "µs"}, ratio("p50_us"), CASE,
              {"queries": ("1",), "spread": ("0",), "rope_bits": ("16",), "recent": ("0",)}, list, {"cache": "fa3"}),
+        Spec("kimi-attention", "kimi_attention.csv", {"heads": "heads", "cache": "µs"}, ratio("p50_us"), CASE,
+             prepare=list, base={"cache": "fa3"}),
         Spec("latent-kernels-h100", "h100/latent_kernels.csv", LATENT, ratio("p50_us"), CASE, prepare=list),
         Spec("store", "store.csv", {"dtype": "µs, tokens:", "part": "part"}, text("p50_us"), ("tokens",)),
         Spec("gpu-tests", "gpu_tests.csv", {"command": "command", "result": "result"}, shows( {"card": "gpu",

@@ -13,7 +13,7 @@ from checkout import REPO
 
 sys.path.insert(0, str(REPO / "benchmarks"))
 import measured
-from rows import MACHINE, append, read
+from rows import MACHINE, read
 
 RELEASE = REPO / "benchmarks" / "results" / "release"
 RELEASED = ("README.md", "docs/speed.md", "docs/server.md")
@@ -97,23 +97,6 @@ def test_older_tables_say_why_they_are_not_of_the_release() -> None:
     assert set(" ".join(measured.AGAIN.values()).split()) <= set(PARTS)
     for page in RELEASED[1:]:
         assert "<!-- measured: older -->" in (REPO / page).read_text()
-
-
-def test_a_table_appears_once_it_is_measured(copy: Path) -> None:
-    """Its rows, their entry in runs.toml and its marker on the page are all that it needs; ratios are to fp8's."""
-    results, page = copy / "benchmarks" / "results", copy / "docs" / "speed.md"
-    made = {"rope_bits": 16, "gpu": "card", "vllm": "1", "torch": "2", "triton": "3", "commit": "abc1234"}
-    for dtype, bits, rate in (("fp8", 16, 1000), ("tq4", 16, 960), ("tq4", 8, 970)):
-        row = {"dtype": dtype, "tokens": 8192, "tokens_s": rate, **made, "rope_bits": bits}
-        append(results / "sparse_prefill.csv", row)
-    with (results / "runs.toml").open("a") as file:
-        file.write('\n[[file]]\nname = "sparse_prefill.csv"\nwhat = "prompts"\n')
-        file.write('runs = [{commit = "abc1234", command = "python3 benchmarks/decode.py"}]\n')
-    assert "sparse-prefill" in check(copy).stderr
-    page.write_text(page.read_text() + "\n<!-- measured: sparse-prefill -->\n<!-- end -->\n")
-    subprocess.run([sys.executable, str(copy / "benchmarks" / "measured.py")], check=True)
-    assert "| fp8 | 16 | 1,000 |\n| tq4 | 8 | 970 (0.97) |\n| tq4 | 16 | 960 (0.96) |" in page.read_text()
-    assert check(copy).returncode == 0
 
 
 def test_rows_without_a_command_are_refused(copy: Path) -> None:

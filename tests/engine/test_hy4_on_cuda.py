@@ -17,7 +17,19 @@ from harness import engine, kv_tokens, mean_kl, teacher_forced_logits
 from packed_kv.attention.latent.picks_on_cuda import CudaPicks
 from packed_kv.engine import capacity
 from packed_kv_quality.engines import attention_layers
-from test_sparse_on_cuda import MEMORY, NGRAM, TOKEN_IDS, Distance, check, graphs, greedy, in_pytorch, one_by_one
+from test_sparse_on_cuda import (
+    LENGTHS,
+    MEMORY,
+    NGRAM,
+    TOKEN_IDS,
+    Answer,
+    Distance,
+    check,
+    graphs,
+    greedy,
+    in_pytorch,
+    one_by_one,
+)  # fmt: skip
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -90,20 +102,26 @@ def test_graphs_give_eager_answers(mode: str, cut_engine) -> None:
         assert not apart.is_rounding(rounding), apart
 
 
+def of_prompts(answers: list[Answer]) -> list[Answer]:
+    """Answers to what is a prompt with drafts, too: with three of them vLLM takes a prompt of up to four tokens for a
+    decode, which reads its own tokens from pages. (A prompt of three moved a log-probability here by 0.65.)"""
+    return [answer for answer, length in zip(answers, LENGTHS, strict=True) if length > 4]
+
+
 def test_drafts_in_graphs(cut_engine) -> None:
     """By n-grams, and by MTP, whose layer has sinks and picks of its own."""
     with cut_engine("tq4") as llm:
-        plain = greedy(llm)
+        plain = of_prompts(greedy(llm))
         llm.reset_prefix_cache()
-        rounding = Distance.of(one_by_one(llm), plain)
+        rounding = Distance.of(of_prompts(one_by_one(llm)), plain)
     with cut_engine("tq4", speculative_config=NGRAM, **graphs("FULL_DECODE_ONLY", 4)) as llm:
-        check("n-grams", greedy(llm), plain, rounding)
+        check("n-grams", of_prompts(greedy(llm)), plain, rounding)
     mtp = {"method": "mtp", "num_speculative_tokens": 2}
     with cut_engine("tq4", speculative_config=mtp, **graphs("FULL_DECODE_ONLY", 3)) as llm:
         layers = attention_layers(llm)
         assert len(layers) == 4 and all(layer.kv_cache.shape[-1] == 400 for layer in layers)
         assert all(layer.impl.sinks is not None for layer in layers)
-        check("MTP", greedy(llm), plain, rounding)
+        check("MTP", of_prompts(greedy(llm)), plain, rounding)
 
 
 def test_tokens_against_fp8(cut_engine) -> None:
