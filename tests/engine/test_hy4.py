@@ -17,13 +17,21 @@ import sparse_models
 import tiny_models
 import torch
 from fake_codecs import register_null_format
-from harness import engine, keep_chunks, kv_tokens, mean_kl, scheduler, teacher_forced_logits
+from harness import engine, keep_chunks, kv_tokens, mean_kl, teacher_forced_logits
 from packed_kv.engine import capacity, latent_backend, registration
 from packed_kv.facts import Facts, Latents
 from packed_kv_quality.engines import attention_layers
 from safetensors.torch import load_file, save_file
 from test_latent import coded
-from test_sparse import CHUNK, MEMORY, OPTIONS, TOKEN_IDS, greedy, with_pairs_of_rope
+from test_sparse import (
+    CHUNK,
+    MEMORY,
+    OPTIONS,
+    TOKEN_IDS,
+    check_chunks_prefix_hits_and_batches,
+    greedy,
+    with_pairs_of_rope,
+)
 from tiny_models import true_logits
 from vllm.platforms import current_platform
 
@@ -69,18 +77,8 @@ def test_the_null_codec_is_exact(model: str, tiny_engine, monkeypatch: pytest.Mo
 def test_chunks_prefix_hits_and_batches_change_no_token(
     model: str, tiny_engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Prompts of a batch, of which the first is chunked, against each alone in transformers; then behind hits."""
     register_null_format(monkeypatch, "null_fp32")
-    random = torch.Generator().manual_seed(1)
-    prompts = [torch.randint(0, tiny_models.VOCAB, (n,), generator=random).tolist() for n in (150, 37, 5, 90)]
-    prompts.append([*prompts[0][:130], 5, 6, 7])
-    with tiny_engine(model, "null_fp32") as llm:
-        scheduler(llm).max_num_scheduled_tokens = CHUNK
-        found = [*greedy(llm, prompts[:4]), *greedy(llm, prompts[4:])]
-    assert [cached for _, cached in found] == [0, 0, 0, 0, 128]
-    for prompt, (tokens, _) in zip(prompts, found, strict=True):
-        expected = true_logits(model, [*prompt, *tokens])[len(prompt) - 1 : -1].argmax(-1).tolist()
-        assert tokens == expected
+    check_chunks_prefix_hits_and_batches(model, tiny_engine)
 
 
 def test_a_dtype(model: str, tiny_engine) -> None:

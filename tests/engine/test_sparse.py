@@ -94,11 +94,8 @@ def test_the_null_codec_is_exact(model: str, tiny_engine, monkeypatch: pytest.Mo
     assert max(errors.values()) < 2e-3
 
 
-def test_chunks_prefix_hits_and_batches_change_no_token(
-    model: str, tiny_engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def check_chunks_prefix_hits_and_batches(model: str, tiny_engine: Callable) -> None:
     """Prompts of a batch, of which the first is chunked, against each alone in transformers; then behind hits."""
-    register_null_format(monkeypatch, "null_fp32")
     random = torch.Generator().manual_seed(1)
     prompts = [torch.randint(0, tiny_models.VOCAB, (n,), generator=random).tolist() for n in (150, 37, 5, 90)]
     prompts.append([*prompts[0][:130], 5, 6, 7])
@@ -110,6 +107,13 @@ def test_chunks_prefix_hits_and_batches_change_no_token(
     for prompt, (tokens, _) in zip(prompts, found, strict=True):
         expected = true_logits(model, [*prompt, *tokens])[len(prompt) - 1 : -1].argmax(-1).tolist()
         assert tokens == expected
+
+
+def test_chunks_prefix_hits_and_batches_change_no_token(
+    model: str, tiny_engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    register_null_format(monkeypatch, "null_fp32")
+    check_chunks_prefix_hits_and_batches(model, tiny_engine)
 
 
 def test_preemption_changes_no_token(model: str, tiny_engine, monkeypatch: pytest.MonkeyPatch) -> None:
