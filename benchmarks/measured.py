@@ -315,6 +315,8 @@ SPECS: Mapping[str, Sequence[Spec]] = {
         Spec("kimi-attention", "kimi_attention.csv", {"heads": "heads", "cache": "µs"}, ratio("p50_us"), CASE,
              prepare=list, base={"cache": "fa3"}),
         Spec("latent-kernels-h100", "h100/latent_kernels.csv", LATENT, ratio("p50_us"), CASE, prepare=list),
+        Spec("environment", {"release/decode.csv": "", "environment.csv": ""}, {"dtype": "ms", "torch": "PyTorch"}, STEP,
+             CASE, {"dtype": SHOWN}, base={"torch": "2.11.0+cu130"}),
         Spec("store", "store.csv", {"dtype": "µs, tokens:", "part": "part"}, text("p50_us"), ("tokens",)),
         Spec("gpu-tests", "gpu_tests.csv", {"command": "command", "result": "result"}, shows( {"card": "gpu",
              "vLLM": "vllm", "PyTorch": "torch", "commit": "commit"}), prepare=list),
