@@ -100,7 +100,7 @@ def test_sizes() -> None:
 
 
 def test_sinks() -> None:
-    """Where all layers pick tokens. Those of which the config does not say it read all, as vLLM takes it."""
+    """Hy4 is planned where all of its layers pick tokens. Layers of which its config says nothing are dense to vLLM."""
     assert refusals_of_model(HY4, shape(HY4), "0.33.0") == []
     row = FORMATS["tq4"].latent_bytes(512, 64)
     found = [bytes_per_token(shape(HY4), name, SERVING) for name in (FP8, "tq4")]
