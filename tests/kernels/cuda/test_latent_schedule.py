@@ -6,7 +6,9 @@ from itertools import pairwise
 
 import pytest
 import torch
+from packed_kv.kernels.ahead import Ahead
 from packed_kv.kernels.cuda.latent_schedule import RUN_TILES, LatentScheduler
+from packed_kv.kernels.triton.launch import Arguments
 from schedules import LatentSchedule, reference_latent_schedule
 from test_schedule import DEVICE, batch
 
@@ -52,3 +54,18 @@ def test_schedule(kind: str, requests: int, partitions: int) -> None:
 def test_equal_requests_are_not_cut_across() -> None:
     assert all(len(own) == 1 for own in runs(reference_latent_schedule([4096] * 64, 132), [4096] * 64)[:128])
     assert all(parts == 1 for _, parts in reference_latent_schedule([2048] * 128, 132).spans)
+
+
+def test_variants_are_compiled_ahead_of_the_batches_that_take_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("packed_kv.kernels.ahead._compilations", {})  # of other tests
+    scheduler, one = LatentScheduler(1030, 140, DEVICE), torch.ones(1030, dtype=torch.int32, device=DEVICE)
+    assert list(scheduler.launches) == [64, 256, 1024, 2048]
+    with Ahead() as ahead:
+        scheduler(one[:1], 132)
+        noted = set(ahead.jobs)
+    for requests in (1, 64, 65, 1024, 1030):
+        size = min(size for size in scheduler.launches if size >= requests)
+        begins, spans = scheduler(one[:requests], 132)
+        assert (len(begins), len(spans)) == (133, requests)
+        arguments = Arguments(requests, 132)
+        assert scheduler.launches[size].variant((begins, spans, one), arguments) in noted

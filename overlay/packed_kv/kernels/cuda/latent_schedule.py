@@ -17,12 +17,16 @@ import triton
 import triton.language as tl
 
 from .. import power_of_2
+from ..ahead import current
 from ..checks import check_int32
 from ..triton.launch import Arguments, Launch
 
 TILE_TOKENS = 64
 RUN_TILES = 2
 """Cost of a run besides its tiles, in tiles."""
+LEAST_SIZE, SIZE_RATIO = 64, 4
+"""Requests that the smallest variant of the kernel has room for, and how many times as many the next one has. A variant
+for 4,096 takes 18 to 46 us, one for 64 takes 4 to 7 (benchmarks/sparse_latents.py --schedule)."""
 SEARCH_STEPS = 16
 """Halvings in the search for the size of equal parts: requests have up to 65536 tiles more than a partition."""
 
@@ -88,12 +92,21 @@ class LatentScheduler:
         self.requests = requests
         self.begins = torch.zeros(most_partitions + 1, 2, dtype=torch.int32, device=device)
         self.spans = torch.zeros(requests, 2, dtype=torch.int32, device=device)
-        size = max(32, power_of_2(requests))
+        most = max(LEAST_SIZE, power_of_2(requests))
+        sizes = [LEAST_SIZE]
+        while sizes[-1] < most:
+            sizes.append(min(sizes[-1] * SIZE_RATIO, most))
+        self.launches = {size: self._launch(size) for size in sizes}
+
+    @staticmethod
+    def _launch(size: int) -> Launch:
         constants = dict(REQUESTS=size, TILE_TOKENS=TILE_TOKENS, RUN_TILES=RUN_TILES, SEARCH_STEPS=SEARCH_STEPS)
-        self.launch = Launch(_schedule_kernel, Arguments(), constants, num_warps=min(16, max(1, size // 64)))
+        return Launch(_schedule_kernel, Arguments(), constants, num_warps=min(16, max(1, size // 64)))
 
     def __call__(self, seq_lens: torch.Tensor, partitions: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return `begins`, int32 [partitions + 1, 2], and `spans`, int32 [requests, 2]; the next call overwrites them.
+
+        A batch takes the smallest variant that has room for it. In a block of `Ahead` all are noted.
 
         Args:
             seq_lens: int32 [requests], tokens of each request.
@@ -102,5 +115,7 @@ class LatentScheduler:
         check_int32(seq_lens)
         assert len(seq_lens) <= self.requests and partitions < len(self.begins), (len(seq_lens), partitions)
         begins, spans = self.begins[: partitions + 1], self.spans[: len(seq_lens)]
-        self.launch((1, 1, 1), (begins, spans, seq_lens), Arguments(len(seq_lens), partitions))
+        suffice = [launch for size, launch in self.launches.items() if size >= len(seq_lens)]
+        for launch in self.launches.values() if current() else suffice[:1]:
+            launch((1, 1, 1), (begins, spans, seq_lens), Arguments(len(seq_lens), partitions))
         return begins, spans
