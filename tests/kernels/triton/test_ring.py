@@ -96,10 +96,11 @@ def run(name, *, head_dim=128, kv_heads=2, group=4, requests=((1, 0), (37, 0), (
         ids = torch.arange(tokens)
         codec.write(pages, (page_table[i, ids // 16].long() * 16 + ids % 16).to(DEVICE), key, value)
         rotated = [part.prepare(x) for part, x in ((codec.key, key), (codec.value, value))]
-        for token in range(hit, tokens):
-            block = int(table[i, token // block_size])
-            slot = torch.tensor([block * block_size + token % block_size if block else -1], device=DEVICE)
-            reference.write(ring_cache, slot, *(x[token : token + 1] for x in rotated))
+        for at in range(hit, tokens, block_size):  # later tokens take the slots of earlier ones, but not of these
+            new = torch.arange(at, min(at + block_size, tokens))
+            block = table[i, (new // block_size).to(DEVICE)].long()
+            slot = torch.where(block > 0, block * block_size + (new % block_size).to(DEVICE), -1)
+            reference.write(ring_cache, slot, *(x[new] for x in rotated))
         from_pages = [part.decode(part.encode(x)).double() for part, x in ((codec.key, key), (codec.value, value))]
         from_ring = [part.unrotate(reference.round_trip(x)).double()
                      for part, x in zip((codec.key, codec.value), rotated, strict=True)]  # fmt: skip
