@@ -183,9 +183,7 @@ def assumptions(target: Target, said: list[str]) -> list[str]:
             f"index keys of {max(keys, default=0)} bytes a token in {len(keys)} of {len(model.layers)} layers, in "
             f"every dtype, and so blocks of {INDEX_BLOCK} tokens; fp8 is fp8_ds_mla"
         )
-        lines.append(
-            "attention of decodes: beside fp8_ds_mla's by query heads of a rank and card, in docs/models.md"
-        )
+        lines.append("attention of decodes: beside fp8_ds_mla's by query heads of a rank and card, in docs/models.md")
     source = KL["latents"]["source"] if model.has_latents else KL["source"]
     lines.append(f"KL: {source}; calibrated once with packed-kv calibrate (in brackets without)")
     if window and not model.has_latents:

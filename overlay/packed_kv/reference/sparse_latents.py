@@ -35,9 +35,7 @@ def gather_tokens(
     return rows
 
 
-def count_picks(
-    requests: torch.Tensor, query_start: torch.Tensor, seq_lens: torch.Tensor, picks: int
-) -> torch.Tensor:
+def count_picks(requests: torch.Tensor, query_start: torch.Tensor, seq_lens: torch.Tensor, picks: int) -> torch.Tensor:
     """Return a bound behind which a query token has no picks, int32 [tokens]: as many as there are tokens up to itself,
     at most `picks`; 0 for padding.
 
