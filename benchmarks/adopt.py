@@ -1,4 +1,5 @@
-"""Puts the rows of a release measurement into results/release/ and the tables made of them into the docs.
+"""Puts the rows of a release measurement into results/release/ (an H100's into release/h100/), and their tables into the
+docs.
 
     python benchmarks/adopt.py DIR      # DIR: --out of benchmarks/release.py
 
@@ -21,7 +22,8 @@ import release
 import rows
 
 RESULTS = Path(__file__).resolve().parent / "results"
-FOLDER = "release"
+FOLDERS = {"NVIDIA H200": "release", "NVIDIA H100 80GB HBM3": "release/h100"}
+"""Card -> folder in results/ of its rows."""
 WHAT = {
     "throughput.csv": "as many requests of an 8B-shaped model as 20 GB of KV cache hold, all at once",
     "decode.csv": "decode steps of an 8B-shaped model",
@@ -42,19 +44,19 @@ WHAT = {
     "serve_96.csv": "96 requests at once, with the settings for many streams",
     "async.csv": "the load of serve_96.csv on the engine without a server",
 }
-"""File of results/release/ -> what runs.toml says of it."""
+"""File -> what runs.toml says of it."""
 
 
-def entry(name: str, parts: list[str], commit: str) -> str:
+def entry(folder: str, name: str, parts: list[str], commit: str) -> str:
     """The entry of runs.toml."""
     command = f"python3 benchmarks/release.py --out DIR --parts {' '.join(parts)}"
-    return (f'[[file]]\nname = "{FOLDER}/{name}"\nwhat = "{WHAT[name]}"\n'
+    return (f'[[file]]\nname = "{folder}/{name}"\nwhat = "{WHAT[name]}"\n'
             f'runs = [{{commit = "{commit}", command = "{command}"}}]\n')  # fmt: skip
 
 
 def with_entry(text: str, name: str, made: str) -> str:
     """The text of runs.toml with an entry in the place of the one of its name, or before all others."""
-    old = re.compile(rf'\[\[file\]\]\nname = "{re.escape(f"{FOLDER}/{name}")}"\n.*?(?=\n\[\[file\]\]|\Z)', re.DOTALL)
+    old = re.compile(rf'\[\[file\]\]\nname = "{re.escape(name)}"\n.*?(?=\n\[\[file\]\]|\Z)', re.DOTALL)
     if old.search(text):
         return old.sub(lambda _: made, text, count=1)
     return text.replace("[[file]]", f"{made}\n[[file]]", 1)
@@ -68,16 +70,20 @@ def cases(of_file: list[dict[str, str]]) -> set[tuple[str, ...]]:
 
 
 def adopt(folder: Path) -> None:
-    """Replace the files. Raises ValueError if the rows are of several commits, cards or versions."""
+    """Replace the files. Raises ValueError if the rows are of several commits, cards or versions, or of a card without a
+    folder."""
     toml = RESULTS / "runs.toml"
     text = toml.read_text()
-    (RESULTS / FOLDER).mkdir(exist_ok=True)
     for name, (parts, of_file) in release.gathered(folder).items():
-        target = RESULTS / FOLDER / name
+        place, commit = FOLDERS.get(of_file[0]["gpu"]), of_file[0]["commit"]
+        if place is None:
+            raise ValueError(f"{folder} has rows of {of_file[0]['gpu']}, and FOLDERS no folder for them; add one")
+        target = RESULTS / place / name
+        target.parent.mkdir(exist_ok=True)
         lost = cases(rows.read(target)) - cases(of_file) if target.exists() else set()
         release.write(target, of_file)
-        text = with_entry(text, name, entry(name, parts, of_file[0]["commit"]))
-        print(f"{FOLDER}/{name}: {len(of_file)} rows of {', '.join(dict.fromkeys(row['dtype'] for row in of_file))}")
+        text = with_entry(text, f"{place}/{name}", entry(place, name, parts, commit))
+        print(f"{place}/{name}: {len(of_file)} rows of {', '.join(dict.fromkeys(row['dtype'] for row in of_file))}")
         for case in sorted(lost):
             print(f"    no longer there: {', '.join(case)}")
     toml.write_text(text)

@@ -73,7 +73,10 @@ def test_changed_row_is_noticed(copy: Path, file: str, old: str, new: str, pages
 
 def test_rows_of_a_released_file_are_of_one_commit_card_and_environment() -> None:
     """Files of results/release/, which `benchmarks/release.py` wrote."""
-    files = {file.name: {tuple(row[name] for name in MACHINE) for row in read(file)} for file in RELEASE.glob("*.csv")}
+    files = {
+        str(file.relative_to(RELEASE)): {tuple(row[name] for name in MACHINE) for row in read(file)}
+        for file in RELEASE.rglob("*.csv")
+    }
     assert {"throughput.csv", "decode.csv", "prefill.csv"} <= set(files)
     assert {name: made for name, made in files.items() if len(made) != 1} == {}
 

@@ -171,7 +171,7 @@ def test_a_release_is_adopted(tmp_path: Path) -> None:
         (out / "runs" / f"throughput-{dtype}" / "done").write_text("1234abc")
     (out / "runs" / "mixed-auto").mkdir()  # which has not ended well
     rows.append(out / "runs" / "mixed-auto" / "mixed.csv", {"dtype": "auto"})
-    others = {file.name: file.read_text() for file in results.iterdir() if file.name != "throughput.csv"}
+    others = {file: file.read_text() for file in results.rglob("*.csv") if file.name != "throughput.csv"}
     report = REPO / "benchmarks/results/generate-smollm2/uncalibrated.json"
     (out / "runs" / "quality-calibrated").mkdir()
     (out / "runs" / "quality-calibrated" / "done").write_text("1234abc")
@@ -188,12 +188,19 @@ def test_a_release_is_adopted(tmp_path: Path) -> None:
     assert "generate-smollm2/uncalibrated.json" in said
     assert "rewritten: README.md, " in said and "docs/server.md" in said
     assert "| turboquant25 | 48 (3.00) | 4,321 (1.00) |" in (tmp_path / "README.md").read_text()
-    assert {file.name: file.read_text() for file in results.iterdir() if file.name != "throughput.csv"} == others
+    assert {file: file.read_text() for file in results.rglob("*.csv") if file.name != "throughput.csv"} == others
     runs = (tmp_path / "benchmarks/results/runs.toml").read_text()
     assert runs.count('"release/throughput.csv"') == 1 and "--parts throughput" in runs
     assert "\r" not in (results / "throughput.csv").read_text()
     (out / "runs/throughput-tq4/done").unlink()
     assert "no longer there: dtype tq4, requests 48" in adopt()
+    for file in out.glob("runs/throughput-*/throughput.csv"):
+        file.write_text(file.read_text().replace("NVIDIA H200", "NVIDIA H100 80GB HBM3"))
+    before = (results / "throughput.csv").read_text()
+    assert "release/h100/throughput.csv: 3 rows of turboquant25, fp8, auto" in adopt()
+    assert (results / "throughput.csv").read_text() == before
+    runs = (tmp_path / "benchmarks/results/runs.toml").read_text()
+    assert runs.count('"release/throughput.csv"') == runs.count('"release/h100/throughput.csv"') == 1
 
 
 def test_options_of_parts_are_those_of_decode(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
