@@ -1,19 +1,20 @@
 #!/usr/bin/env bash
 # The tests that a GPU is for. Parts, all by default: kernels (bytes equal to the CPU's, the kernel suite, offsets past
-# 2^31 bytes), engine (graphs, prefill, drafts, hybrids in vLLM), memcheck (compute-sanitizer over one case of each
-# kernel).
+# 2^31 bytes), engine (graphs, prefill, drafts, hybrids in vLLM), picked (models that pick tokens, and Kimi-Linear, in
+# vLLM 0.33.0 on Hopper), memcheck (compute-sanitizer over one case of each kernel).
 #
 #   gpu_tests.sh [PART...]   where python3 finds vLLM and packed-kv (a virtual environment, or gpu_site.sh's PYTHONPATH)
 #   gpu_tests.sh collect     only load engine's tests and check that memcheck's cases exist; needs no GPU
 #
-# Where pytest-xdist is there, kernels run in a process for 2 cores and engines in one for 3: most of their time is
-# compilation. Memcheck takes one for 2, up to one a case. The parts run one after the other: side by side they lack GPU
-# memory.
+# Where pytest-xdist is there, kernels run in a process for 2 cores, engines in one for 3 and picked in one for 4: most
+# of their time is compilation. Memcheck takes one for 2, up to one a case. The parts run one after the other: side by
+# side they lack GPU memory. `picked` needs CUTLASS' Python (nvidia-cutlass-dsl, quack-kernels), which pip brings with vLLM;
+# with PACKED_KV_INDEXER=vllm it has vLLM's indexer, which needs DeepGEMM and nvcc, instead of PyTorch's exact picks.
 set -euo pipefail
 logs=$(mktemp -d)
 trap 'rm -rf "$logs"' EXIT
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
-parts=("${@:-kernels engine memcheck}")
+parts=("${@:-kernels engine picked memcheck}")
 export VLLM_USE_FLASHINFER_SAMPLER=${VLLM_USE_FLASHINFER_SAMPLER:-0} # FlashInfer may be missing; tokens are greedy
 memcheck_cases=(
     "tests/kernels/triton/test_store.py::test_bytes[d128-isoquant3]"
@@ -53,6 +54,7 @@ memcheck_cases=(
 )
 
 engine_tests=(tests/engine/test_{on_cuda,latent_on_cuda,hybrids,drafts,capacity,images}.py)
+picked_tests=(tests/engine/test_{sparse,hy4,kimi}_on_cuda.py)
 sleep_tests=tests/engine/test_sleep_on_cuda.py # alone on the card: they read how much of its memory is free
 
 run_pytest() { python3 -m pytest -q --tb=short -p no:cacheprovider "$@"; }
@@ -89,7 +91,7 @@ in_processes() { if python3 -c 'import xdist' 2>/dev/null; then echo "-n $(proce
 kernels() {
     # CI runs what needs no GPU.
     # shellcheck disable=SC2046
-    run_pytest $(in_processes 2 16) tests/codecs/test_cuda.py tests/selftest/test_selftest_on_cuda.py tests/kernels --ignore=tests/kernels/{test_compile.py,test_copies.py,cpu}
+    run_pytest $(in_processes 2 16) tests/codecs/test_cuda.py tests/selftest/test_selftest_on_cuda.py tests/attention/test_picks.py tests/kernels --ignore=tests/kernels/{test_compile.py,test_copies.py,cpu}
 }
 
 engine() {
@@ -97,6 +99,11 @@ engine() {
     # shellcheck disable=SC2046
     run_pytest $(in_processes 3 12) "${engine_tests[@]}" || code=1
     run_pytest "$sleep_tests" && return "$code"
+}
+
+picked() {
+    # shellcheck disable=SC2046
+    run_pytest $(in_processes 4 4) "${picked_tests[@]}"
 }
 
 # Without PyTorch's caching every tensor is an allocation of its own, so a step out of it is seen. Calls that fail are no
@@ -124,15 +131,15 @@ memcheck() {
 }
 
 # Two runs: both folders have a `test_latent.py`.
-collect() { run_pytest --collect-only "${engine_tests[@]}" "$sleep_tests" && run_pytest --collect-only "${memcheck_cases[@]}"; }
+collect() { run_pytest --collect-only "${engine_tests[@]}" "${picked_tests[@]}" "$sleep_tests" && run_pytest --collect-only "${memcheck_cases[@]}"; }
 
 if [[ ${parts[*]} != collect ]] && ! python3 -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then
     echo "gpu_tests.sh: PyTorch sees no CUDA device" >&2
     exit 1
 fi
 for part in ${parts[*]}; do
-    if [[ ! $part =~ ^(kernels|engine|memcheck|collect)$ ]]; then
-        echo "gpu_tests.sh: no part '$part': kernels, engine, memcheck or collect" >&2
+    if [[ ! $part =~ ^(kernels|engine|picked|memcheck|collect)$ ]]; then
+        echo "gpu_tests.sh: no part '$part': kernels, engine, picked, memcheck or collect" >&2
         exit 2
     fi
 done

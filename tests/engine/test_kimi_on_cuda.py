@@ -1,8 +1,7 @@
 """Kimi-Linear on CUDA, tiny and random: decodes in graphs are eager ones, and near bf16's.
 
-vLLM 0.33.0 with its patches, and CUTLASS' Python (nvidia-cutlass-dsl), which the model imports. CI has no GPU;
-`scripts/gpu_tests.sh` does not run these by default, as other models need no CUTLASS:
-`python3 -m pytest tests/engine/test_kimi_on_cuda.py`.
+vLLM 0.33.0 with its patches, and CUTLASS' Python (nvidia-cutlass-dsl), which the model imports:
+`scripts/gpu_tests.sh picked`.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Sparse attention over latents on CUDA: a cut DeepSeek V3.2 with the attention of a rank of eight, random weights.
 
-vLLM 0.33.0 with its patches, on Hopper. The indexer is PyTorch's, with exact picks, but with `PACKED_KV_INDEXER=vllm`
-vLLM's own, which needs DeepGEMM and nvcc. CI has no GPU; `scripts/gpu_tests.sh` does not run these by default, as the
-engines of other tests need neither: `python3 -m pytest tests/engine/test_sparse_on_cuda.py`.
+vLLM 0.33.0 with its patches, on Hopper: `scripts/gpu_tests.sh picked`. The indexer is PyTorch's, with exact picks, but
+with `PACKED_KV_INDEXER=vllm` vLLM's own, which needs DeepGEMM and nvcc.
 """
 
 from __future__ import annotations
