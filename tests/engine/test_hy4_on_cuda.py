@@ -5,30 +5,28 @@ Indexer, machine and how to run are those of `test_sparse_on_cuda.py`.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
 import pytest
 import sparse_models
 import torch
-from harness import engine, kv_tokens, mean_kl, teacher_forced_logits
+from harness import kv_tokens, mean_kl, teacher_forced_logits
 from packed_kv.attention.latent.picks_on_cuda import CudaPicks
 from packed_kv.engine import capacity
 from packed_kv_quality.engines import attention_layers
 from test_sparse_on_cuda import (
     LENGTHS,
-    MEMORY,
     NGRAM,
     TOKEN_IDS,
     Answer,
     Distance,
     check,
+    eager_answers,
+    engine_of,
     graphs,
     greedy,
     in_pytorch,
-    one_by_one,
 )  # fmt: skip
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -36,14 +34,7 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a C
 
 @pytest.fixture
 def cut_engine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable:
-    if os.environ.get("PACKED_KV_INDEXER") != "vllm":
-        sparse_models.install_on_cuda(monkeypatch)
-    sparse_models.random_weights(monkeypatch)
-    return partial(
-        engine, sparse_models.save_cut(tmp_path / "cut", sparse_models.CUT_HY4), dtype="bfloat16", load_format="dummy",
-        skip_tokenizer_init=True, max_model_len=4096, max_num_seqs=16, max_num_batched_tokens=28672, block_size=64,
-        kv_cache_memory_bytes=MEMORY, gpu_memory_utilization=0.2,
-    )  # fmt: skip
+    return engine_of(sparse_models.save_cut(tmp_path / "cut", sparse_models.CUT_HY4), monkeypatch)
 
 
 def logits_by_chunk(llm) -> dict[int, torch.Tensor]:
@@ -89,9 +80,7 @@ def test_logits_are_those_of_pytorch(name: str, rope_bits: int, decode_kernel: s
 def test_graphs_give_eager_answers(mode: str, cut_engine) -> None:
     """Plain layers of vLLM store and attend in one part of a graph, or outside of it."""
     with cut_engine("tq4") as llm:
-        eager = greedy(llm)
-        llm.reset_prefix_cache()
-        rounding = Distance.of(one_by_one(llm), eager)
+        eager, rounding = eager_answers(llm)
     with cut_engine("tq4", **graphs(mode)) as llm:
         check(mode, greedy(llm), eager, rounding)
     if mode == "FULL_DECODE_ONLY":
@@ -111,9 +100,7 @@ def of_prompts(answers: list[Answer]) -> list[Answer]:
 def test_drafts_in_graphs(cut_engine) -> None:
     """By n-grams, and by MTP, whose layer has sinks and picks of its own."""
     with cut_engine("tq4") as llm:
-        plain = of_prompts(greedy(llm))
-        llm.reset_prefix_cache()
-        rounding = Distance.of(of_prompts(one_by_one(llm)), plain)
+        plain, rounding = eager_answers(llm, of_prompts)
     with cut_engine("tq4", speculative_config=NGRAM, **graphs("FULL_DECODE_ONLY", 4)) as llm:
         check("n-grams", of_prompts(greedy(llm)), plain, rounding)
     mtp = {"method": "mtp", "num_speculative_tokens": 2}

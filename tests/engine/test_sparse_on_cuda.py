@@ -35,16 +35,21 @@ MEMORY = 512 << 20
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
 
 
-@pytest.fixture
-def cut_engine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable:
+def engine_of(model: str, monkeypatch: pytest.MonkeyPatch) -> Callable:
+    """Starts engines of a model with random weights, and the indexer that `PACKED_KV_INDEXER` names."""
     if os.environ.get("PACKED_KV_INDEXER") != "vllm":
         sparse_models.install_on_cuda(monkeypatch)
     sparse_models.random_weights(monkeypatch)
     return partial(
-        engine, sparse_models.save_cut(tmp_path / "cut"), dtype="bfloat16", load_format="dummy",
-        skip_tokenizer_init=True, max_model_len=4096, max_num_seqs=16, max_num_batched_tokens=28672, block_size=64,
-        kv_cache_memory_bytes=MEMORY, gpu_memory_utilization=0.2,
+        engine, model, dtype="bfloat16", load_format="dummy", skip_tokenizer_init=True, max_model_len=4096,
+        max_num_seqs=16, max_num_batched_tokens=28672, block_size=64, kv_cache_memory_bytes=MEMORY,
+        gpu_memory_utilization=0.2,
     )  # fmt: skip
+
+
+@pytest.fixture
+def cut_engine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable:
+    return engine_of(sparse_models.save_cut(tmp_path / "cut"), monkeypatch)
 
 
 class Answer(NamedTuple):
@@ -112,6 +117,14 @@ def check_fault_is_seen(cut_engine: Callable, expected: list[Answer], rounding: 
             apart = Distance.of(greedy(llm), expected)
     print(f"half of the picks left out: {apart}")
     assert not apart.is_rounding(rounding), apart
+
+
+def eager_answers(llm: LLM, kept: Callable[[list[Answer]], list[Answer]] = list) -> tuple[list[Answer], Distance]:
+    """Answers of eager steps, and how far those of requests that run alone part from them; of both those that are
+    `kept`."""
+    plain = greedy(llm)
+    llm.reset_prefix_cache()
+    return kept(plain), Distance.of(kept(one_by_one(llm)), kept(plain))
 
 
 def graphs(mode: str, tokens_each: int = 1) -> dict:
@@ -182,9 +195,7 @@ def test_decodes_past_index_topk(cut_engine) -> None:
 @pytest.mark.parametrize("mode", ["FULL_DECODE_ONLY", "FULL_AND_PIECEWISE"])
 def test_graphs_give_eager_answers(mode: str, cut_engine) -> None:
     with cut_engine("tq4") as llm:
-        eager = greedy(llm)
-        llm.reset_prefix_cache()
-        rounding = Distance.of(one_by_one(llm), eager)
+        eager, rounding = eager_answers(llm)
     with cut_engine("tq4", **graphs(mode)) as llm:
         captured = greedy(llm)
         again = greedy(llm)
@@ -197,18 +208,14 @@ def test_graphs_give_eager_answers(mode: str, cut_engine) -> None:
 def test_graphs_of_bf16(cut_engine) -> None:
     """How far vLLM's own answers part, which is printed beside the others: not a test of ours."""
     with cut_engine("auto") as llm:
-        eager = greedy(llm)
-        llm.reset_prefix_cache()
-        rounding = Distance.of(one_by_one(llm), eager)
+        eager, rounding = eager_answers(llm)
     with cut_engine("auto", **graphs("FULL_DECODE_ONLY")) as llm:
         print(f"bf16 in graphs: {Distance.of(greedy(llm), eager)}; one by one {rounding}")
 
 
 def test_drafts_in_graphs(cut_engine) -> None:
     with cut_engine("tq4") as llm:
-        plain = greedy(llm)
-        llm.reset_prefix_cache()
-        rounding = Distance.of(one_by_one(llm), plain)
+        plain, rounding = eager_answers(llm)
     with cut_engine("tq4", speculative_config=NGRAM, **graphs("FULL_DECODE_ONLY", 4)) as llm:
         check("n-grams", greedy(llm), plain, rounding)
 
@@ -219,9 +226,7 @@ def test_mtp_in_graphs(cut_engine, tmp_path: Path) -> None:
     changed = {"num_nextn_predict_layers": 1, "first_k_dense_replace": 4}
     start = partial(engine, sparse_models.save_cut(tmp_path / "mtp", **changed), **cut_engine.keywords)
     with start("tq4") as llm:
-        plain = greedy(llm)
-        llm.reset_prefix_cache()
-        rounding = Distance.of(one_by_one(llm), plain)
+        plain, rounding = eager_answers(llm)
     mtp = {"method": "mtp", "num_speculative_tokens": 2}
     with start("tq4", speculative_config=mtp, **graphs("FULL_DECODE_ONLY", 3)) as llm:
         layers = attention_layers(llm)
@@ -235,9 +240,7 @@ def test_shared_picks_in_graphs(cut_engine, tmp_path: Path) -> None:
     model = sparse_models.save_cut(tmp_path / "shared", **changed)
     start = partial(engine, model, **cut_engine.keywords)
     with start("tq4") as llm:
-        eager = greedy(llm)
-        llm.reset_prefix_cache()
-        rounding = Distance.of(one_by_one(llm), eager)
+        eager, rounding = eager_answers(llm)
         indexers = [getattr(layer, "indexer", None) is not None for layer in attention_layers(llm)]
         assert sorted(indexers) == [False, False, True, True]
         assert capacity.bytes_per_token(llm.llm_engine.vllm_config)[0] == 4 * 400 + 2 * 132
