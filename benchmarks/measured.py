@@ -242,8 +242,7 @@ def shows(names: Iterable[str] | Mapping[str, str]) -> dict[str, Show]:
     return {title: text(name) for title, name in titled.items()}
 
 
-SERVER = released("serve.csv", "auto", "fp8", *OURS)
-STARTS = released("startup.csv", "auto", "tq4", "turboquant25")
+SERVER = "release/serve.csv"
 SPECS: Mapping[str, Sequence[Spec]] = {
     "README.md": (
         Spec("throughput-summary", "release/throughput.csv", {"dtype": "20 GB of KV cache"}, WAVE, where={"dtype":
@@ -262,19 +261,19 @@ SPECS: Mapping[str, Sequence[Spec]] = {
              base={"recent_tokens": "0"}),
         Spec("means", released("means.csv"), MEANS, ratio("p50_ms", digits=3), CASE, prepare=averaged,
              base={"means": "none"}),
-        Spec("mixed", released("mixed.csv", *SHOWN), MIXED, STEP, ("prompt",)),
+        Spec("mixed", "release/mixed.csv", MIXED, STEP, ("prompt",)),
         Spec("mixed-h100", "h100/mixed.csv", MIXED, STEP, ("prompt",)),
-        Spec("verify", released("verify.csv", "auto", "tq4"), DRAFTS, STEP, CASE, {"model": ("8b",)}),
+        Spec("verify", "release/verify.csv", DRAFTS, STEP, CASE),
         Spec("verify-shapes", released("verify_shapes.csv", "auto", "tq4", before="verify.csv"), {"model": "shape"} |
              DRAFTS, STEP, CASE, {"model": ("llama-70b-tp4", "qwen3-235b-tp4", "glm-4.5-tp8")}),
         Spec("gpt-oss", released("gpt_oss.csv", "auto", "tq4"), STEPS, STEP, CASE),
-        Spec("latent-steps", released("glm_flash.csv", "auto", "tq4"), STEPS, STEP, CASE),
-        Spec("latent-prefill", released("glm_flash_prefill.csv", "auto", "tq4"), {"dtype": "tokens/s, tokens:"},
+        Spec("latent-steps", "release/glm_flash.csv", STEPS, STEP, CASE),
+        Spec("latent-prefill", "release/glm_flash_prefill.csv", {"dtype": "tokens/s, tokens:"},
              TOKENS_S, ("tokens",)),
-        Spec("sparse-steps", released("sparse.csv"), ROPE_BITS, STEP, CASE, base=FP8_CACHE),
-        Spec("sparse-prefill", released("sparse_prefill.csv"), ROPE_BITS | {"dtype": "tokens/s, tokens:"}, TOKENS_S,
+        Spec("sparse-steps", "release/sparse.csv", ROPE_BITS, STEP, CASE, base=FP8_CACHE),
+        Spec("sparse-prefill", "release/sparse_prefill.csv", ROPE_BITS | {"dtype": "tokens/s, tokens:"}, TOKENS_S,
              ("tokens",), base=FP8_CACHE),
-        Spec("kimi-steps", released("kimi_linear.csv"), STEPS, STEP, CASE),
+        Spec("kimi-steps", "release/kimi_linear.csv", STEPS, STEP, CASE),
         Spec("tensor-parallel", {"tensor_parallel_one.csv": "", "tensor_parallel.csv": ""}, {"ranks": "GPUs",
              "dtype": "ms"}, STEP, CASE, prepare=list),
         Spec("cpu", "cpu_engine.csv", {"what": "what", "dtype": "dtype"}, {"ms": text("ms"),
@@ -283,11 +282,11 @@ SPECS: Mapping[str, Sequence[Spec]] = {
     ),
     "docs/server.md": (
         Spec("throughput", "release/throughput.csv", {"dtype": "20 GB of KV cache"}, WAVE),
+        Spec("throughput-h100", "release/h100/throughput.csv", {"dtype": "20 GB of KV cache"}, WAVE),
         Spec("server-summary", SERVER, {"dtype": "96 requests at once"}, SERVED, where={"concurrency": ("96",),
              "dtype": ("auto", *OURS)}),
         Spec("server", SERVER, {"concurrency": "requests at once", "dtype": "dtype"}, SERVED),
-        Spec("server-settings", {released("async.csv", *SHOWN): "", released("serve_96.csv", *SHOWN): ""} | ({SERVER:
-             ""} if released("serve_96.csv", *SHOWN) != "serve_96.csv" else {}), OPTIONS,
+        Spec("server-settings", {"release/async.csv": "", "release/serve_96.csv": "", SERVER: ""}, OPTIONS,
              {"output tokens/s": text("output_tokens_s", ",.0f"), "TTFT, ms": text("p50_ttft_ms", ",.0f"),
               "TPOT, ms": text("p50_tpot_ms", ".1f")}, where={"concurrency": ("96",)}, prepare=last_options),
         Spec("prefixes", "prefixes.csv", OPTIONS, HITS, prepare=last_options),
@@ -299,9 +298,8 @@ SPECS: Mapping[str, Sequence[Spec]] = {
         Spec("contexts", "offload_contexts.csv", {"dtype": "ms", "block": "tokens of a block"}, text("p50_ms",
              ".0f"), ("source",)),
         Spec("peers", "peers.csv", {"dtype": "dtype", "prefill_ranks": "ranks", "decode_ranks": "to"}, PEERS),
-        Spec("startup", STARTS, {"caches": "caches", "torch_compile": "torch.compile", "dtype": "dtype"},
-             {"on": lambda row, _: row["gpu"].split()[1]} | shows(STARTED), where={} if "/" in STARTS else {"commit":
-             ("cab66d4", "b5be0f4")}),
+        Spec("startup", "release/startup.csv", {"caches": "caches", "torch_compile": "torch.compile",
+             "dtype": "dtype"}, shows(STARTED)),
     ),
     "docs/internals.md": (
         Spec("kernels-summary", "kernels.csv", KERNEL, MICROSECONDS, CASE, LONG | {"dtype": OURS, "kernel": ("cuda",)}),
@@ -315,8 +313,8 @@ SPECS: Mapping[str, Sequence[Spec]] = {
         Spec("kimi-attention", "kimi_attention.csv", {"heads": "heads", "cache": "µs"}, ratio("p50_us"), CASE,
              prepare=list, base={"cache": "fa3"}),
         Spec("latent-kernels-h100", "h100/latent_kernels.csv", LATENT, ratio("p50_us"), CASE, prepare=list),
-        Spec("environment", {"release/decode.csv": "", "environment.csv": ""}, {"dtype": "ms", "torch": "PyTorch"},
-             STEP, CASE, {"dtype": SHOWN}, base={"torch": "2.11.0+cu130"}),
+        Spec("environment", "environment.csv", {"dtype": "ms", "torch": "PyTorch"}, STEP, CASE,
+             base={"torch": "2.11.0+cu130"}),
         Spec("store", "store.csv", {"dtype": "µs, tokens:", "part": "part"}, text("p50_us"), ("tokens",)),
         Spec("gpu-tests", "gpu_tests.csv", {"command": "command", "result": "result"}, shows( {"card": "gpu",
              "vLLM": "vllm", "PyTorch": "torch", "commit": "commit"}), prepare=list),
@@ -365,12 +363,9 @@ SPECS: Mapping[str, Sequence[Spec]] = {
 """Page -> its tables."""
 
 
-AGAIN = {"steps-others": "others", "recent-window": "window0 window64", "means": "unmeant means", "mixed": "mixed",
-         "verify": "drafts", "verify-shapes": "llama qwen glm", "gpt-oss": "gptoss", "latent-steps": "latents",
-         "latent-prefill": "latents", "sparse-steps": "sparse", "sparse-prefill": "sparse", "kimi-steps": "kimi",
-         "server-summary": "server", "server": "server",
-         "server-settings": "server streams engine", "startup": "startup compiled"}  # fmt: skip
-"""Table -> the parts of release.py that make its rows."""
+AGAIN = {"steps-others": "others", "recent-window": "window0 window64", "means": "unmeant means",
+         "verify-shapes": "llama qwen glm", "gpt-oss": "gptoss"}  # fmt: skip
+"""Table that has older rows -> the parts of release.py that make them again."""
 APART = {
     "steps-h100": "another card", "mixed-h100": "another card", "tensor-parallel": "several GPUs", "cpu": "a CPU",
     "prefixes": "minutes of a server per dtype", "trace": "minutes of a server per dtype",
@@ -378,7 +373,7 @@ APART = {
     "contexts": "needs host memory and a disk", "peers": "several GPUs",
 }  # fmt: skip
 """Table of docs/speed.md or docs/server.md -> why release.py does not make its rows."""
-SEVERAL = ("steps-others", "verify", "verify-shapes", "startup", "tensor-parallel", "agents", "reasoning", "contexts")
+SEVERAL = ("steps-others", "verify-shapes", "tensor-parallel", "agents", "reasoning", "contexts")
 """Tables of these pages that may have rows of several commits or cards until their parts are measured again, or because
 each row is an engine of its own setting. All others have one commit, card and environment."""
 OLDER = "older"

@@ -151,7 +151,8 @@ def test_blocks_of_latents_hold_a_state(dtype: str, block: int) -> None:
     assert len({spec.page for spec in specs}) == 1
 
 
-STEPS = "decode.csv", "tensor_parallel.csv", "recent_window.csv", "mixed.csv", "h100/decode.csv", "h100/mixed.csv"
+STEPS = ("decode.csv", "tensor_parallel.csv", "recent_window.csv", "release/decode.csv", "release/mixed.csv",
+         "h100/decode.csv", "h100/mixed.csv")  # fmt: skip
 
 
 def rows(name: str) -> list[dict[str, str]]:
