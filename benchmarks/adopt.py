@@ -1,5 +1,5 @@
-"""Puts the rows of a release measurement into results/release/ (an H100's into release/h100/), and their tables into the
-docs.
+"""Puts the rows of a release measurement into results/release/, an H100's into release/h100/, and their tables into
+the docs.
 
     python benchmarks/adopt.py DIR      # DIR: --out of benchmarks/release.py
 
@@ -70,8 +70,8 @@ def cases(of_file: list[dict[str, str]]) -> set[tuple[str, ...]]:
 
 
 def adopt(folder: Path) -> None:
-    """Replace the files. Raises ValueError if the rows are of several commits, cards or versions, or of a card without a
-    folder."""
+    """Replace the files. Raises ValueError if the rows are of several commits, cards or versions, or of a card that has
+    no folder."""
     toml = RESULTS / "runs.toml"
     text = toml.read_text()
     for name, (parts, of_file) in release.gathered(folder).items():

@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -175,6 +175,15 @@ def attention_backends(worker: Any) -> str:
     return " + ".join(sorted(names))
 
 
+def covered(spans: Iterable[tuple[float, float]]) -> float:
+    """Return how much time spans from a start to an end cover together."""
+    total, reached = 0.0, float("-inf")
+    for start, end in sorted(spans):
+        total += max(0.0, end - max(start, reached))
+        reached = max(reached, end)
+    return total
+
+
 def launch_seconds(worker: Any) -> list[float]:
     """In a worker: since the last call, the seconds in which each step's model was launched, waiting for nothing. The
     first call begins to keep them."""
@@ -283,6 +292,19 @@ class Engine:
         self._check_steps(seen, requests, steps)
         self._drain()
         return times
+
+    def kernel_seconds(self, requests: int, context: int, steps: int) -> float:
+        """Seconds of a step as in `decode_steps` in which the device is busy, by PyTorch's profiler: the mean of
+        `steps`. The profiler slows the host, but not what the device does. Without a CUDA device it is 0."""
+        self._start_decodes(requests, context, steps)
+        with torch.profiler.profile() as profile:  # of the host and of what devices there are
+            for _ in range(steps):
+                self._step()
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
+        self._drain()
+        on_device = (event for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA)
+        return covered((event.time_range.start, event.time_range.end) for event in on_device) * 1e-6 / steps
 
     def mixed_steps(self, requests: int, context: int, prompt: int, steps: int) -> tuple[list[float], list[float]]:
         """Seconds of each of `steps` steps in which `requests` requests decode and a new prompt is prefilled, and of

@@ -1,14 +1,15 @@
 """Decode steps, prefill and throughput at equal memory of an 8B-shaped model in vLLM, for its dtypes and ours.
 
     python benchmarks/decode.py [--dtypes NAME ...] [--shapes 32x8192 ...] [--drafts N ...] [--prefill TOKENS ...]
-        [--budget BYTES]
+        [--budget BYTES] [--kernels]
 
 Each dtype gets one engine, in a process of its own, with dummy weights and CUDA graphs; rows are appended to
 decode.csv (verify.csv with --drafts), prefill.csv and throughput.csv in --out as they come. All times are of the
 engine's steps, from scheduling to sampled tokens, by the clock of the host; p20, p50 and p80 are of single steps or
 prompts.
 
-decode: every request decodes in every timed step; the contexts are filled as bench_engine.py says.
+decode: every request decodes in every timed step; the contexts are filled as bench_engine.py says. With --kernels
+`kernels_ms` is the time of a step in which the GPU is busy, by PyTorch's profiler; the rest is the host's.
 verify: the same with --drafts, an engine for each number of tokens that a step drafts; 0 are the steps without. vLLM
 looks n-grams up on the device. Every draft is verified in whole and refused, so that contexts stay as they are.
 prefill: a prompt that runs alone, in chunks of 8,192 tokens, until its first token; `tokens_s` is by p50.
@@ -42,6 +43,8 @@ from packed_kv.planning import cache
 DTYPES = ("auto", "fp8", "int4_per_token_head", "turboquant_4bit_nc", *FORMATS)
 SHAPES = ("32x8192", "128x2048", "1x32768", "8x32768")
 SPARE_TOKENS = 64
+PROFILED = 10
+"""Steps of a shape that --kernels profiles."""
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -51,6 +54,7 @@ def parse_arguments() -> argparse.Namespace:
     add("--shapes", nargs="*", default=list(SHAPES), help="requests x context (default: %(default)s)")
     add("--steps", type=int, default=64, help="timed decode steps a shape (default: %(default)s)")
     add("--drafts", nargs="+", type=int, default=[], help="tokens of a step's drafts (default: no drafts)")
+    add("--kernels", action="store_true", help="profile ten more steps a shape, and say how long a GPU is busy in each")
     add("--prefill", nargs="*", type=int, default=[8192, 32768], help="prompt lengths (default: %(default)s)")
     add("--prompts", type=int, default=4, help="timed prompts a length (default: %(default)s)")
     add("--budget", type=float, default=20e9, help="KV bytes of the throughput; 0: none (default: %(default)g)")
@@ -134,6 +138,8 @@ def measure(name: str, options: argparse.Namespace) -> None:
             continue
         steps = device.decode_steps(requests, context, options.steps)
         case = {"requests": requests, "context": context, "steps": len(steps), **rows.percentiles(steps)}
+        if options.kernels:
+            case["kernels_ms"] = f"{1e3 * device.kernel_seconds(requests, context, min(PROFILED, options.steps)):.3f}"
         if options.drafts:
             emit("verify.csv", model=Path(options.model or "8b").name, drafts=drafts, **case)
         else:

@@ -273,6 +273,10 @@ SPECS: Mapping[str, Sequence[Spec]] = {
         Spec("sparse-steps", "release/sparse.csv", ROPE_BITS, STEP, CASE, base=FP8_CACHE),
         Spec("sparse-prefill", "release/sparse_prefill.csv", ROPE_BITS | {"dtype": "tokens/s, tokens:"}, TOKENS_S,
              ("tokens",), base=FP8_CACHE),
+        Spec("sparse-kernels", "h100/sparse_kernels.csv", {"requests": "requests", "dtype": "ms", "engine": "engine"},
+             {"step": text("p50_ms"), "the host's launches": text("launch_ms"), "GPU busy": ratio("kernels_ms")},
+             prepare=lambda rows: sorted(rows, key=lambda row: int(row["requests"])), base={"dtype": "fp8", "engine":
+             "1"}),
         Spec("kimi-steps", "release/kimi_linear.csv", STEPS, STEP, CASE),
         Spec("tensor-parallel", {"tensor_parallel_one.csv": "", "tensor_parallel.csv": ""}, {"ranks": "GPUs",
              "dtype": "ms"}, STEP, CASE, prepare=list),
@@ -283,8 +287,7 @@ SPECS: Mapping[str, Sequence[Spec]] = {
     "docs/server.md": (
         Spec("throughput", "release/throughput.csv", {"dtype": "20 GB of KV cache"}, WAVE),
         Spec("throughput-h100", "release/h100/throughput.csv", {"dtype": "20 GB of KV cache"}, WAVE),
-        Spec("server-summary", SERVER, {"dtype": "96 requests at once"}, SERVED, where={"concurrency": ("96",),
-             "dtype": ("auto", *OURS)}),
+        Spec("server-summary", "release/serve_96.csv", {"dtype": "96 requests at once"}, SERVED),
         Spec("server", SERVER, {"concurrency": "requests at once", "dtype": "dtype"}, SERVED),
         Spec("server-settings", {"release/async.csv": "", "release/serve_96.csv": "", SERVER: ""}, OPTIONS,
              {"output tokens/s": text("output_tokens_s", ",.0f"), "TTFT, ms": text("p50_ttft_ms", ",.0f"),
@@ -367,7 +370,7 @@ AGAIN = {"steps-others": "others", "recent-window": "window0 window64", "means":
          "verify-shapes": "llama qwen glm", "gpt-oss": "gptoss"}  # fmt: skip
 """Table that has older rows -> the parts of release.py that make them again."""
 APART = {
-    "steps-h100": "another card", "mixed-h100": "another card", "tensor-parallel": "several GPUs", "cpu": "a CPU",
+    "steps-h100": "another card", "mixed-h100": "another card", "sparse-kernels": "another card", "tensor-parallel": "several GPUs", "cpu": "a CPU",
     "prefixes": "minutes of a server per dtype", "trace": "minutes of a server per dtype",
     "agents": "minutes of an engine per dtype", "reasoning": "minutes of an engine per dtype",
     "contexts": "needs host memory and a disk", "peers": "several GPUs",

@@ -23,7 +23,7 @@ BENCHMARKS = REPO / "benchmarks"
 DTYPE, BUDGET, INPUT, OUTPUT = "isoquant4", 24 << 20, 250, 6
 DECODE = f"""
     --model {DEMO_MODEL} --dtypes {DTYPE} isoquant5 --shapes 1x256 2x128 900x256 --steps 3 --prefill 64 --prompts 2
-    --budget {BUDGET} --input {INPUT} --output {OUTPUT} --max-requests 3 --kv-cache-memory {48 << 20} --commit abc1234
+    --kernels --budget {BUDGET} --input {INPUT} --output {OUTPUT} --max-requests 3 --kv-cache-memory {48 << 20} --commit abc1234
 """
 
 
@@ -62,6 +62,14 @@ def test_decode_rows(folder: Path) -> None:
     for row in rows:
         assert 0 < float(row["p20_ms"]) <= float(row["p50_ms"]) <= float(row["p80_ms"])
         assert row["attention"] == f"PACKED_KV_{DTYPE.upper()}" and row["commit"] == "abc1234"
+        assert row["kernels_ms"] == "0.000"  # of a GPU
+
+
+def test_time_that_overlapping_kernels_cover() -> None:
+    from bench_engine import covered
+
+    assert covered([]) == 0
+    assert covered([(7, 9), (0, 2), (1, 4), (2, 3), (4, 5)]) == 7
 
 
 def test_mixed_rows(tmp_path: Path) -> None:
