@@ -370,7 +370,8 @@ AGAIN = {"steps-others": "others", "recent-window": "window0 window64", "means":
          "verify-shapes": "llama qwen glm", "gpt-oss": "gptoss"}  # fmt: skip
 """Table that has older rows -> the parts of release.py that make them again."""
 APART = {
-    "steps-h100": "another card", "mixed-h100": "another card", "sparse-kernels": "another card", "tensor-parallel": "several GPUs", "cpu": "a CPU",
+    "steps-h100": "another card", "mixed-h100": "another card", "sparse-kernels": "another card",
+    "tensor-parallel": "several GPUs", "cpu": "a CPU",
     "prefixes": "minutes of a server per dtype", "trace": "minutes of a server per dtype",
     "agents": "minutes of an engine per dtype", "reasoning": "minutes of an engine per dtype",
     "contexts": "needs host memory and a disk", "peers": "several GPUs",

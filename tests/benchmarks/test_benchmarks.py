@@ -23,7 +23,8 @@ BENCHMARKS = REPO / "benchmarks"
 DTYPE, BUDGET, INPUT, OUTPUT = "isoquant4", 24 << 20, 250, 6
 DECODE = f"""
     --model {DEMO_MODEL} --dtypes {DTYPE} isoquant5 --shapes 1x256 2x128 900x256 --steps 3 --prefill 64 --prompts 2
-    --kernels --budget {BUDGET} --input {INPUT} --output {OUTPUT} --max-requests 3 --kv-cache-memory {48 << 20} --commit abc1234
+    --budget {BUDGET} --input {INPUT} --output {OUTPUT} --max-requests 3 --kv-cache-memory {48 << 20} --commit abc1234
+    --kernels
 """
 
 
