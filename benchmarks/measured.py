@@ -179,7 +179,7 @@ STEPS = {"dtype": "ms, requests x context:"}
 LONG = {"requests": ("32", "128", "8"), "context": ("8192", "2048", "32768")}
 OURS = ("tq4", "turboquant35", "turboquant25")
 SHOWN = ("auto", "fp8", "tq4", "turboquant25")
-OTHERS = ("tq3", "int4_per_token_head", "turboquant_4bit_nc")
+OTHERS = ("int4_per_token_head", "turboquant_4bit_nc")
 ROPE_BITS = {"dtype": "ms, requests x context:", "rope_bits": "bits of RoPE"}
 FP8_CACHE = {"dtype": "fp8", "rope_bits": "16"}
 DRAFTS = {"drafts": "drafts", "dtype": "ms"}
@@ -253,7 +253,8 @@ SPECS: Mapping[str, Sequence[Spec]] = {
     ),
     "docs/speed.md": (
         Spec("speed-summary", "release/decode.csv", STEPS, STEP, CASE, LONG | {"dtype": ("auto", *OURS)}),
-        Spec("steps", "release/decode.csv", STEPS, STEP, CASE, {"dtype": ("auto", "fp8", *OURS)}),
+        Spec("steps", "release/decode.csv", STEPS, STEP, CASE, {"dtype": ("auto", "fp8", "tq4",
+             "turboquant35", "tq3", "turboquant25")}),
         Spec("steps-others", released("decode.csv", *OTHERS), STEPS, STEP, CASE, {"dtype": ("auto", *OTHERS)}),
         Spec("steps-h100", "h100/decode.csv", STEPS, STEP, CASE),
         Spec("prefill", "release/prefill.csv", {"dtype": "tokens/s, tokens:"}, TOKENS_S, ("tokens",)),
