@@ -5,12 +5,13 @@ the docs.
 
 Only runs that ended well count. A file of DIR replaces the one of its name, with its entry in runs.toml; a file that
 DIR does not have stays as it is. What a replaced file had and its successor lacks is named. Reports of quality behind
-prompts go into results/generate-smollm2/. Then measured.py runs.
+prompts go into results/generate-smollm2/, an H200's alone. Then measured.py runs.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import re
 import shutil
 import subprocess
@@ -22,7 +23,8 @@ import release
 import rows
 
 RESULTS = Path(__file__).resolve().parent / "results"
-FOLDERS = {"NVIDIA H200": "release", "NVIDIA H100 80GB HBM3": "release/h100"}
+H200 = "NVIDIA H200"
+FOLDERS = {H200: "release", "NVIDIA H100 80GB HBM3": "release/h100"}
 """Card -> folder in results/ of its rows."""
 WHAT = {
     "throughput.csv": "as many requests of an 8B-shaped model as 20 GB of KV cache hold, all at once",
@@ -79,7 +81,7 @@ def adopt(folder: Path) -> None:
         if place is None:
             raise ValueError(f"{folder} has rows of {of_file[0]['gpu']}, and FOLDERS no folder for them; add one")
         target = RESULTS / place / name
-        target.parent.mkdir(exist_ok=True)
+        target.parent.mkdir(parents=True, exist_ok=True)
         lost = cases(rows.read(target)) - cases(of_file) if target.exists() else set()
         release.write(target, of_file)
         text = with_entry(text, f"{place}/{name}", entry(place, name, parts, commit))
@@ -88,7 +90,7 @@ def adopt(folder: Path) -> None:
             print(f"    no longer there: {', '.join(case)}")
     toml.write_text(text)
     for report in sorted(folder.glob("runs/quality-*/*.json")):
-        if (report.parent / "done").exists():
+        if (report.parent / "done").exists() and H200 in json.loads(report.read_text())["run"]["made_with"]["device"]:
             shutil.copy(report, RESULTS / quality_rows.FOLDER)
             print(f"{quality_rows.FOLDER}/{report.name}")
 

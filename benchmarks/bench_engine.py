@@ -295,7 +295,8 @@ class Engine:
 
     def kernel_seconds(self, requests: int, context: int, steps: int) -> float:
         """Seconds of a step as in `decode_steps` in which the device is busy, by PyTorch's profiler: the mean of
-        `steps`. The profiler slows the host, but not what the device does. Without a CUDA device it is 0."""
+        `steps`. The profiler slows the host, but not what the device does. Without a CUDA device it is 0. Raises
+        RuntimeError if the profiler sees no kernel of a device."""
         self._start_decodes(requests, context, steps)
         with torch.profiler.profile() as profile:  # of the host and of what devices there are
             for _ in range(steps):
@@ -303,7 +304,9 @@ class Engine:
             if torch.cuda.is_available():
                 torch.cuda.synchronize()
         self._drain()
-        on_device = (event for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA)
+        on_device = [event for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+        if torch.cuda.is_available() and not on_device:
+            raise RuntimeError("PyTorch's profiler sees no kernel: it needs CUPTI, and the engine in this process")
         return covered((event.time_range.start, event.time_range.end) for event in on_device) * 1e-6 / steps
 
     def mixed_steps(self, requests: int, context: int, prompt: int, steps: int) -> tuple[list[float], list[float]]:

@@ -73,6 +73,8 @@ def parse_arguments() -> argparse.Namespace:
         "prompts where layers have states: to start sooner, where no prompt is timed")  # fmt: skip
     workers.add_arguments(parser, timeout=300)
     options = made_up_calibration.parse(parser)
+    if options.kernels and options.tensor_parallel > 1:
+        parser.error("--kernels profiles one process; leave out --tensor-parallel")
     if options.no_search and (options.prefill or options.budget):
         parser.error("--no-search makes prompts slower, which are timed here; add --prefill --budget 0")
     return options

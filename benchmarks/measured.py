@@ -176,6 +176,13 @@ RELEASE = "release"
 """Folder of results/ with what benchmarks/release.py measured at one commit."""
 STEP, TOKENS_S, MICROSECONDS = ratio("p50_ms"), ratio("tokens_s"), text("attention_p50_us")
 STEPS = {"dtype": "ms, requests x context:"}
+
+
+def with_kernels(row: Row, base: Row | None) -> str:
+    """Show a step, and for how long the GPU is busy in it, if the row says that."""
+    return STEP(row, base) + (f", GPU {ratio('kernels_ms')(row, base)}" if row.get("kernels_ms") else "")
+
+
 LONG = {"requests": ("32", "128", "8"), "context": ("8192", "2048", "32768")}
 OURS = ("tq4", "turboquant35", "turboquant25")
 SHOWN = ("auto", "fp8", "tq4", "turboquant25")
@@ -264,21 +271,20 @@ SPECS: Mapping[str, Sequence[Spec]] = {
              base={"means": "none"}),
         Spec("mixed", "release/mixed.csv", MIXED, STEP, ("prompt",)),
         Spec("mixed-h100", "h100/mixed.csv", MIXED, STEP, ("prompt",)),
-        Spec("verify", "release/verify.csv", DRAFTS, STEP, CASE),
+        Spec("verify", "release/verify.csv", DRAFTS, STEP, CASE, {"model": ("8b",)}),
         Spec("verify-shapes", released("verify_shapes.csv", "auto", "tq4", before="verify.csv"), {"model": "shape"} |
              DRAFTS, STEP, CASE, {"model": ("llama-70b-tp4", "qwen3-235b-tp4", "glm-4.5-tp8")}),
         Spec("gpt-oss", released("gpt_oss.csv", "auto", "tq4"), STEPS, STEP, CASE),
         Spec("latent-steps", "release/glm_flash.csv", STEPS, STEP, CASE),
         Spec("latent-prefill", "release/glm_flash_prefill.csv", {"dtype": "tokens/s, tokens:"},
              TOKENS_S, ("tokens",)),
-        Spec("sparse-steps", "release/sparse.csv", ROPE_BITS, STEP, CASE, base=FP8_CACHE),
+        Spec("sparse-steps", "release/sparse.csv", ROPE_BITS, with_kernels, CASE, base=FP8_CACHE),
         Spec("sparse-prefill", "release/sparse_prefill.csv", ROPE_BITS | {"dtype": "tokens/s, tokens:"}, TOKENS_S,
              ("tokens",), base=FP8_CACHE),
         Spec("sparse-kernels", "h100/sparse_kernels.csv", {"requests": "requests", "dtype": "ms", "engine": "engine"},
              {"step": text("p50_ms"), "the host's launches": text("launch_ms"), "GPU busy": ratio("kernels_ms")},
-             prepare=lambda rows: sorted(rows, key=lambda row: int(row["requests"])), base={"dtype": "fp8", "engine":
-             "1"}),
-        Spec("kimi-steps", "release/kimi_linear.csv", STEPS, STEP, CASE),
+             base={"dtype": "fp8", "engine": "1"}),
+        Spec("kimi-steps", "release/kimi_linear.csv", STEPS, with_kernels, CASE),
         Spec("tensor-parallel", {"tensor_parallel_one.csv": "", "tensor_parallel.csv": ""}, {"ranks": "GPUs",
              "dtype": "ms"}, STEP, CASE, prepare=list),
         Spec("cpu", "cpu_engine.csv", {"what": "what", "dtype": "dtype"}, {"ms": text("ms"),
@@ -367,17 +373,19 @@ SPECS: Mapping[str, Sequence[Spec]] = {
 """Page -> its tables."""
 
 
-AGAIN = {"steps-others": "others", "recent-window": "window0 window64", "means": "unmeant means",
-         "verify-shapes": "llama qwen glm", "gpt-oss": "gptoss"}  # fmt: skip
+AGAIN = {
+    "steps-others": "others --dtypes int4_per_token_head turboquant_4bit_nc", "recent-window": "window0 window64",
+    "means": "unmeant means", "verify-shapes": "llama qwen glm", "gpt-oss": "gptoss",
+}  # fmt: skip
 """Table that has older rows -> the parts of release.py that make them again."""
 APART = {
-    "steps-h100": "another card", "mixed-h100": "another card", "sparse-kernels": "another card",
-    "tensor-parallel": "several GPUs", "cpu": "a CPU",
+    "steps-h100": "not run yet on an H100: `--parts steps`", "mixed-h100": "not run yet on an H100: `--parts mixed`",
+    "sparse-kernels": "several engines of a dtype", "tensor-parallel": "several GPUs", "cpu": "a CPU",
     "prefixes": "minutes of a server per dtype", "trace": "minutes of a server per dtype",
     "agents": "minutes of an engine per dtype", "reasoning": "minutes of an engine per dtype",
     "contexts": "needs host memory and a disk", "peers": "several GPUs",
 }  # fmt: skip
-"""Table of docs/speed.md or docs/server.md -> why release.py does not make its rows."""
+"""Table of docs/speed.md or docs/server.md -> why its rows are not the release's."""
 SEVERAL = ("steps-others", "verify-shapes", "tensor-parallel", "agents", "reasoning", "contexts")
 """Tables of these pages that may have rows of several commits or cards until their parts are measured again, or because
 each row is an engine of its own setting. All others have one commit, card and environment."""

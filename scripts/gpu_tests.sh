@@ -8,8 +8,8 @@
 #
 # Where pytest-xdist is there, kernels run in a process for 2 cores, engines in one for 3 and picked in one for 4: most
 # of their time is compilation. Memcheck takes one for 2, up to one a case. The parts run one after the other: side by
-# side they lack GPU memory. `picked` needs CUTLASS' Python (nvidia-cutlass-dsl, quack-kernels), which pip brings with vLLM;
-# with PACKED_KV_INDEXER=vllm it has vLLM's indexer, which needs DeepGEMM and nvcc, instead of PyTorch's exact picks.
+# side they lack GPU memory. `picked` needs CUTLASS' Python (nvidia-cutlass-dsl, quack-kernels), which pip brings with
+# vLLM. PyTorch picks exactly there; PACKED_KV_INDEXER=vllm takes vLLM's indexer, which needs DeepGEMM and nvcc.
 set -euo pipefail
 logs=$(mktemp -d)
 trap 'rm -rf "$logs"' EXIT

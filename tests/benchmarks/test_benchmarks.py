@@ -63,7 +63,7 @@ def test_decode_rows(folder: Path) -> None:
     for row in rows:
         assert 0 < float(row["p20_ms"]) <= float(row["p50_ms"]) <= float(row["p80_ms"])
         assert row["attention"] == f"PACKED_KV_{DTYPE.upper()}" and row["commit"] == "abc1234"
-        assert row["kernels_ms"] == "0.000"  # of a GPU
+        assert row["kernels_ms"] == "0.000"  # no GPU
 
 
 def test_time_that_overlapping_kernels_cover() -> None:

@@ -201,6 +201,7 @@ def test_a_release_is_adopted(tmp_path: Path) -> None:
     assert (results / "throughput.csv").read_text() == before
     runs = (tmp_path / "benchmarks/results/runs.toml").read_text()
     assert runs.count('"release/throughput.csv"') == runs.count('"release/h100/throughput.csv"') == 1
+    assert runs.count('commit = "1234abc", command = "python3 benchmarks/release.py --out DIR --parts throughput"') == 2
 
 
 def test_options_of_parts_are_those_of_decode(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:

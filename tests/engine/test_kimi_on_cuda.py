@@ -1,7 +1,7 @@
 """Kimi-Linear on CUDA, tiny and random: decodes in graphs are eager ones, and near bf16's.
 
-vLLM 0.33.0 with its patches, and CUTLASS' Python (nvidia-cutlass-dsl), which the model imports:
-`scripts/gpu_tests.sh picked`.
+The tests need vLLM 0.33.0 with its patches, and CUTLASS' Python (nvidia-cutlass-dsl), which the model imports;
+`scripts/gpu_tests.sh picked` runs them.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Sparse attention over latents on CUDA: a cut DeepSeek V3.2 with the attention of a rank of eight, random weights.
 
-vLLM 0.33.0 with its patches, on Hopper: `scripts/gpu_tests.sh picked`. The indexer is PyTorch's, with exact picks, but
-with `PACKED_KV_INDEXER=vllm` vLLM's own, which needs DeepGEMM and nvcc.
+The tests need vLLM 0.33.0 with its patches, on Hopper; `scripts/gpu_tests.sh picked` runs them. The indexer is
+PyTorch's, with exact picks, but with `PACKED_KV_INDEXER=vllm` vLLM's own, which needs DeepGEMM and nvcc.
 """
 
 from __future__ import annotations
@@ -120,8 +120,8 @@ def check_fault_is_seen(cut_engine: Callable, expected: list[Answer], rounding: 
 
 
 def eager_answers(llm: LLM, kept: Callable[[list[Answer]], list[Answer]] = list) -> tuple[list[Answer], Distance]:
-    """Answers of eager steps, and how far those of requests that run alone part from them; of both those that are
-    `kept`."""
+    """Return answers of eager steps, and how far answers of requests that run alone part from them. `kept` chooses the
+    answers of both."""
     plain = greedy(llm)
     llm.reset_prefix_cache()
     return kept(plain), Distance.of(kept(one_by_one(llm)), kept(plain))
