@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -204,6 +205,18 @@ def test_a_token_is_not_copied_with_each_that_follows():
         for ours, other in zip(cache.layers[0].all(), whole.layers[0].all(), strict=True):
             kept = min(window or 600, other.held.shape[2])
             assert torch.equal(ours.held, other.held[:, :, -kept:])
+
+
+def test_a_copy_goes_on_by_itself():
+    """As transformers' users keep the cache of a prompt that many share."""
+    key, value = keys_and_values(40)
+    cache = PackedCache("tq4", recent_tokens=WINDOW)
+    cache.update(key[:, :, :30], value[:, :, :30], 0)
+    copied = copy.deepcopy(cache)
+    apart = copied.update(key[:, :, 30:], value[:, :, 30:], 0)
+    assert (cache.get_seq_length(), copied.get_seq_length()) == (30, 40)
+    for ours, other in zip(apart, cache.update(key[:, :, 30:], value[:, :, 30:], 0), strict=True):
+        assert torch.equal(ours, other)
 
 
 def test_padding_on_the_left_changes_nothing_that_is_stored(calibration):

@@ -25,6 +25,8 @@ MAX_PADDING = 1.5
 """Largest ratio of a packed page's bytes to its content. Layers with pages of several sizes share a pool, and vLLM pads
 the smaller pages; beside a skipped layer in bf16 a packed page would take 3.8 times its content or more."""
 DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
+MODEL_BYTES = 2
+"""Bytes of a number of weights, activations and pages: by default vLLM serves a config's float32 in bf16."""
 
 PICKING_KINDS = ("deepseek_sparse_attention", "indexed_attention", "sparse_attention", "sparse")
 """Words of `layer_types` for layers of latents that read picked tokens, as vLLM's models/hy_v4 knows them."""
@@ -269,12 +271,8 @@ def parse(config: Config, name: str, ranks: int = 1, recurrent_dtype: str | None
         layers=layers,
         ranks=ranks,
         max_len=whole(text, *LENGTHS),
-        dtype_bytes=_dtype_bytes(text),
+        dtype_bytes=MODEL_BYTES,
     )
-
-
-def _dtype_bytes(text: Config) -> int:
-    return DTYPE_BYTES.get(word(text, "dtype", "torch_dtype"), 2)
 
 
 def _layers(text: Config, name: str, ranks: int, recurrent_dtype: str | None) -> Iterable[Layer]:
@@ -284,7 +282,7 @@ def _layers(text: Config, name: str, ranks: int, recurrent_dtype: str | None) ->
         for run, kind in ((run, kind) for run in range(1 if _shares_over_runs(text) else times) for kind in kept):
             number = run * len(kinds) + index  # as vLLM counts the caches of layers that run again
             if kind == "state":
-                state = state_of(text, ranks, _dtype_bytes(text), recurrent_dtype)
+                state = state_of(text, ranks, MODEL_BYTES, recurrent_dtype)
                 if state is None:
                     what = f"{name} has state layers of {printable(word(text, 'model_type'), 60)}"
                     raise BadInput(f"{what}, whose size is not known here; start the engine and read its line")
@@ -303,6 +301,11 @@ def _layers(text: Config, name: str, ranks: int, recurrent_dtype: str | None) ->
                 continue
             config = layer_config(text, index)
             heads, size, value_size = _heads(config, kind)
+            if heads % ranks and ranks % heads:
+                raise BadInput(
+                    f"--tensor-parallel {ranks} neither divides the {heads} KV heads of {name} nor is a multiple of "
+                    "them; give another"
+                )
             kind, window = _window(config, kind, run)
             layer = replace(layer, kind=kind, kv_heads=max(1, heads // ranks), head_size=size, window=window)
             yield replace(layer, value_size=0 if value_size == size else value_size)
@@ -447,7 +450,8 @@ def _kinds(text: Config) -> list[tuple[str, ...]]:
         full = set(listed(text, "full_attn_idxs", of=int))
         return [("full",) if i in full else ("state",) for i in range(number)]
     if whole(text, "attention_chunk_size"):  # Llama 4
-        rope = listed(text, "no_rope_layers", of=int, least=number) or [(i + 1) % 4 for i in range(number)]
+        given = text.get("no_rope_layers") != []  # which means the default
+        rope = (given and listed(text, "no_rope_layers", of=int, least=number)) or [(i + 1) % 4 for i in range(number)]
         return [("chunked",) if rotates else ("full",) for rotates in rope[:number]]
     if kind in SLIDING_AND_FULL and window:
         period = whole(text, "sliding_window_pattern") or SLIDING_AND_FULL[kind]

@@ -174,6 +174,12 @@ def test_calibration_is_found_and_checked(probed, tmp_path: Path, monkeypatch: p
     assert any("made for another model: KV heads 4, this model has 2" in line for line in lines(str(model)))
 
 
+def test_the_folder_that_one_is_in_has_a_name(probed, monkeypatch: pytest.MonkeyPatch) -> None:
+    probed(H200)
+    monkeypatch.chdir(DEMO_MODEL)
+    assert any(line.startswith("OK    demo-7m: 6 full layers") for line in lines("."))
+
+
 @pytest.mark.parametrize(
     ("architecture", "said"),
     [

@@ -550,3 +550,38 @@ def test_bad_input_is_one_line(
     assert code == 2
     error = capsys.readouterr().err
     assert said in error and error.startswith("packed-kv plan: ") and error.count("\n") == 1
+
+
+def test_kv_heads_that_ranks_do_not_share() -> None:
+    """Llama-3.2-3B on three cards: vLLM asserts that one number divides the other."""
+    config = {**SHAPE_8B, "num_attention_heads": 24, "num_key_value_heads": 8, "head_dim": 128}
+    with pytest.raises(BadInput, match="--tensor-parallel 3 neither divides the 8 KV heads of 3B nor is a multiple"):
+        parse(config, "3B", ranks=3)
+    assert {layer.kv_heads for layer in parse({**config, "num_key_value_heads": 4}, "3B", ranks=8).layers} == {1}
+
+
+def test_a_config_in_float32_is_served_in_bf16() -> None:
+    plain, wide = ({**SHAPE_8B, "torch_dtype": dtype} for dtype in ("bfloat16", "float32"))
+    bf16, found = parse(plain, "8B"), parse(wide, "8B")
+    assert found.dtype_bytes == bf16.dtype_bytes == 2
+    assert weights(found, None, None).total == weights(bf16, None, None).total
+
+
+def test_an_empty_list_of_layers_without_rope_is_the_default() -> None:
+    """As in Llama 4 Scout's config: every fourth layer has no RoPE and attends to everything."""
+    config = {**SHAPE_8B, "attention_chunk_size": 8192, "no_rope_layers": []}
+    kinds = [layer.kind for layer in parse(config, "Scout").layers]
+    assert kinds == ["full" if (number + 1) % 4 == 0 else "chunked" for number in range(36)]
+
+
+@pytest.mark.parametrize("size", [1_508_000_000_000, 1.6e10])
+def test_weights_by_an_index(size: float, tmp_path: Path) -> None:
+    """GLM-5's in bf16 are more than a terabyte; some tools write a float."""
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"metadata": {"total_size": size}}))
+    assert weights(parse(SHAPE_8B, "8B"), None, tmp_path).total == size
+
+
+def test_weights_that_an_index_cannot_have(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors.index.json").write_text('{"metadata": {"total_size": -1}}')
+    with pytest.raises(BadInput, match=r"index.json: total_size is -1, and no number of bytes; give --weights SIZE"):
+        weights(parse(SHAPE_8B, "8B"), None, tmp_path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,13 @@ def test_a_key_that_means_ours_is_refused(key: str) -> None:
     with pytest.raises(OptionError, match="the key is packed_kv, not ") as error:
         read_options({key: {"recent_tokens": 0}})
     assert str(error.value).isprintable()
+
+
+@pytest.mark.parametrize("key", ["calibration", "recent_tokens", "decode_kernel", "latent_rope_bits"])
+def test_an_option_outside_of_its_object_is_refused(key: str) -> None:
+    said = f'--additional-config: {key} belongs into packed_kv; write {{"packed_kv": {{"{key}": ...}}}}'
+    with pytest.raises(OptionError, match=re.escape(said)):
+        read_options({key: 1, "packed_kv": {}})
 
 
 @pytest.mark.parametrize("path", ["x" * 5000, "a/" * 2500, "a\0b", "a\nb\x1b", "", 5])

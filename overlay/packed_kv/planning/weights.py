@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..json_file import printable, read_json
+from ..json_file import printable, read_json, shown
 from ..model_shape import (
+    MODEL_BYTES,
     BadInput,
     Config,
     Layer,
@@ -32,6 +33,8 @@ PLAIN_MLP = (
 )  # fmt: skip
 """Model types whose MLP has two matrices; the others have three, one of them a gate."""
 INDEX = "model.safetensors.index.json"
+LARGEST = 1 << 50
+"""Bytes of weights that an index may name."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +84,12 @@ def _known(folder: Path | None) -> float | None:
         index = read_json(folder / INDEX)
     except ValueError as error:
         raise BadInput(f"{folder / INDEX} {error}; give --weights SIZE") from error
-    return whole(nested(index, "metadata"), "total_size") if isinstance(index, dict) else None
+    size = nested(index, "metadata").get("total_size") if isinstance(index, dict) else None
+    if size is None:
+        return None
+    if type(size) not in (int, float) or not 0 <= size <= LARGEST or size % 1:
+        raise BadInput(f"{folder / INDEX}: total_size is {shown(size)}, and no number of bytes; give --weights SIZE")
+    return float(size)
 
 
 def _bits(config: Config, form: str | None) -> tuple[float, str]:
@@ -91,7 +99,7 @@ def _bits(config: Config, form: str | None) -> tuple[float, str]:
     quantization = nested(config, "quantization_config")
     if not quantization or _keeps_weights(quantization):
         said = "not quantized, except for the KV cache" if quantization else "not quantized"
-        return 8.0 * {"float32": 4}.get(word(config, "dtype", "torch_dtype"), 2), said
+        return 8.0 * MODEL_BYTES, said
     method, bits = printable(quantization.get("quant_method", ""), 60), whole(quantization, "bits")
     if groups := _weight_groups(quantization):
         bits = whole(groups[0], "num_bits")

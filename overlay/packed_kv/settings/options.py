@@ -50,6 +50,8 @@ def read_options(additional_config: object) -> Options:
     for key in additional_config:
         if key != KEY and get_close_matches(_letters(key), [_letters(KEY)], cutoff=LIKE):
             raise OptionError(f"--additional-config: the key is {KEY}, not {_shown(key)}")
+        if key in KEYS:
+            raise OptionError(f'--additional-config: {key} belongs into packed_kv; write {{"{KEY}": {{"{key}": ...}}}}')
     options = additional_config.get(KEY, {})
     if not isinstance(options, dict):
         values = ", ".join(f'"{name}": {value}' for name, value in KEYS.items())

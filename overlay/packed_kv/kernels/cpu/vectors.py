@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
+from functools import partial
 
 import torch
 
@@ -63,9 +65,13 @@ class CpuVectors:
     """
 
     def __init__(self, codec: PagedCodec, *, target: Target | None = None) -> None:
-        self.layer, self.codec = layer_of(codec), codec
+        self.layer, self.codec, self.target = layer_of(codec), codec, target
         self.function = load(target).pk_vectors
         self.function.argtypes, self.function.restype = [ctypes.POINTER(_Vectors), ctypes.c_int], None
+
+    def __reduce__(self) -> tuple[Callable[[PagedCodec], CpuVectors], tuple[PagedCodec]]:
+        """Copies and pickles are bound again: addresses in `layer` are those of this codec's tensors."""
+        return partial(CpuVectors, target=self.target), (self.codec,)
 
     def encode(self, role: int, x: torch.Tensor, positions: torch.Tensor, recent: int) -> tuple[torch.Tensor, ...]:
         """Pack vectors.
