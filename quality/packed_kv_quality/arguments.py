@@ -6,6 +6,7 @@ import argparse
 import hashlib
 import importlib.util
 import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -124,7 +125,8 @@ def json_object(text: str) -> dict[str, Any]:
 
 
 def check_settings(options: argparse.Namespace) -> tuple[Settings, dict[str, Any]]:
-    """Check the options without an engine. Returns the settings and the identity of their baseline. Raises BadInput."""
+    """Check the options without an engine, and make the folders of results. Returns the settings and the identity of
+    their baseline. Raises BadInput."""
     has_text, has_recall = CONTENTS[options.command]
     check_plots(options)
     check_numbers(options)
@@ -171,6 +173,7 @@ def check_settings(options: argparse.Namespace) -> tuple[Settings, dict[str, Any
         "windows": len(windows),
         "tokens": digest(json.dumps(windows)),
     }
+    check_results(options)
     return settings, identity
 
 
@@ -269,6 +272,25 @@ def check_numbers(options: argparse.Namespace) -> None:
     recall_chunk = getattr(options, "recall_chunk", 1)
     if not 1 <= recall_chunk <= BATCHED_TOKENS:
         raise BadInput(f"--recall-chunk must be 1 to {BATCHED_TOKENS}, got {recall_chunk}")
+
+
+def check_writable(folder: Path, option: str) -> None:
+    """Make the folder that results will go into. Raises BadInput if they could not be written there."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise BadInput(f"{option}: results cannot go into {folder}: {error.strerror}; give another") from error
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise BadInput(f"{option}: {folder} cannot be written to; give another")
+
+
+def check_results(options: argparse.Namespace) -> None:
+    """Make the folders of results. Raises BadInput if these could not be written."""
+    if emit := getattr(options, "emit", None):
+        if emit.is_dir():
+            raise BadInput(f"--emit: {emit} is a folder; give a file")
+        check_writable(emit.parent, "--emit")
+    check_writable(options.output, "--output")
 
 
 def check_files(options: argparse.Namespace, has_text: bool) -> None:

@@ -20,6 +20,7 @@ from .arguments import (
     check_files,
     check_numbers,
     check_plots,
+    check_results,
     digest,
     kv_cache_memory,
     load_config,
@@ -152,6 +153,7 @@ def check_settings(options: argparse.Namespace) -> tuple[GenerationSettings, dic
         "tasks": digest(json.dumps([task.token_ids + task.answer_ids for task in asked])),
         "greedy": options.greedy,
     }
+    check_results(options)
     return settings, identity
 
 
