@@ -125,8 +125,7 @@ def json_object(text: str) -> dict[str, Any]:
 
 
 def check_settings(options: argparse.Namespace) -> tuple[Settings, dict[str, Any]]:
-    """Check the options without an engine, and make the folders of results. Returns the settings and the identity of
-    their baseline. Raises BadInput."""
+    """Check the options without an engine. Returns the settings and the identity of their baseline. Raises BadInput."""
     has_text, has_recall = CONTENTS[options.command]
     check_plots(options)
     check_numbers(options)
@@ -275,17 +274,15 @@ def check_numbers(options: argparse.Namespace) -> None:
 
 
 def check_writable(folder: Path, option: str) -> None:
-    """Make the folder that results will go into. Raises BadInput if they could not be written there."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise BadInput(f"{option}: results cannot go into {folder}: {error.strerror}; give another") from error
-    if not os.access(folder, os.W_OK | os.X_OK):
-        raise BadInput(f"{option}: {folder} cannot be written to; give another")
+    """Raise BadInput for a folder that results could not be written into, whether it is there or not."""
+    there = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+        why = "cannot be written to" if there.is_dir() else "is a file"
+        raise BadInput(f"{option}: results cannot go into {folder}: {there} {why}; give another")
 
 
 def check_results(options: argparse.Namespace) -> None:
-    """Make the folders of results. Raises BadInput if these could not be written."""
+    """Raise BadInput if results could not be written."""
     if emit := getattr(options, "emit", None):
         if emit.is_dir():
             raise BadInput(f"--emit: {emit} is a folder; give a file")
