@@ -101,7 +101,7 @@ class LatentScheduler:
     @staticmethod
     def _launch(size: int) -> Launch:
         constants = dict(REQUESTS=size, TILE_TOKENS=TILE_TOKENS, RUN_TILES=RUN_TILES, SEARCH_STEPS=SEARCH_STEPS)
-        return Launch(_schedule_kernel, Arguments(), constants, num_warps=min(16, max(1, size // 64)))
+        return Launch(_schedule_kernel, Arguments(), constants, num_warps=min(16, size // LEAST_SIZE))
 
     def __call__(self, seq_lens: torch.Tensor, partitions: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return `begins`, int32 [partitions + 1, 2], and `spans`, int32 [requests, 2]; the next call overwrites them.
