@@ -33,7 +33,7 @@ WHAT = {
     "mixed.csv": "steps that carry a prompt beside decodes",
     "glm_flash.csv": "decode steps of GLM-4.7-Flash's shape, which has latent attention",
     "glm_flash_prefill.csv": "prompts of 8,192 tokens of the same shape",
-    "sparse.csv": "decode steps of 16 layers of DeepSeek V3.2 with the attention of a rank of eight",
+    "sparse.csv": "decode steps of the 61 layers of DeepSeek V3.2 with the attention of a rank of eight",
     "sparse_prefill.csv": "prompts of 8,192 and 65,536 tokens of the same shape, alone, in chunks of 8,192",
     "kimi_linear.csv": "decode steps of 8 layers of Kimi-Linear, two of them with latent attention",
     "verify.csv": "steps with drafts of n-grams",

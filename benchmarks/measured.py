@@ -263,14 +263,15 @@ SPECS: Mapping[str, Sequence[Spec]] = {
         Spec("steps", "release/decode.csv", STEPS, STEP, CASE, {"dtype": ("auto", "fp8", "tq4",
              "turboquant35", "tq3", "turboquant25")}),
         Spec("steps-others", released("decode.csv", *OTHERS), STEPS, STEP, CASE, {"dtype": ("auto", *OTHERS)}),
-        Spec("steps-h100", "h100/decode.csv", STEPS, STEP, CASE),
+        Spec("steps-h100", "release/h100/decode.csv", STEPS, STEP, CASE),
         Spec("prefill", "release/prefill.csv", {"dtype": "tokens/s, tokens:"}, TOKENS_S, ("tokens",)),
+        Spec("prefill-h100", "release/h100/prefill.csv", {"dtype": "tokens/s, tokens:"}, TOKENS_S, ("tokens",)),
         Spec("recent-window", released("recent_window.csv"), {"dtype": "ms", "recent_tokens": "window"}, STEP, CASE,
              base={"recent_tokens": "0"}),
         Spec("means", released("means.csv"), MEANS, ratio("p50_ms", digits=3), CASE, prepare=averaged,
              base={"means": "none"}),
         Spec("mixed", "release/mixed.csv", MIXED, STEP, ("prompt",)),
-        Spec("mixed-h100", "h100/mixed.csv", MIXED, STEP, ("prompt",)),
+        Spec("mixed-h100", "release/h100/mixed.csv", MIXED, STEP, ("prompt",)),
         Spec("verify", "release/verify.csv", DRAFTS, STEP, CASE, {"model": ("8b",)}),
         Spec("verify-shapes", released("verify_shapes.csv", "auto", "tq4", before="verify.csv"), {"model": "shape"} |
              DRAFTS, STEP, CASE, {"model": ("llama-70b-tp4", "qwen3-235b-tp4", "glm-4.5-tp8")}),
@@ -379,7 +380,6 @@ AGAIN = {
 }  # fmt: skip
 """Table that has older rows -> the parts of release.py that make them again."""
 APART = {
-    "steps-h100": "not run yet on an H100: `--parts steps`", "mixed-h100": "not run yet on an H100: `--parts mixed`",
     "sparse-kernels": "several engines of a dtype", "tensor-parallel": "several GPUs", "cpu": "a CPU",
     "prefixes": "minutes of a server per dtype", "trace": "minutes of a server per dtype",
     "agents": "minutes of an engine per dtype", "reasoning": "minutes of an engine per dtype",

@@ -77,7 +77,7 @@ PARTS = {
         "--max-requests 64", ("auto", "tq4", "turboquant25"), 50, files={"decode.csv": "glm_flash.csv", "prefill.csv":
         "glm_flash_prefill.csv"}),
     "sparse": Part("decode.py", f"{shape('deepseek-v3.2-tp8')} --random-weights --block-size 64 --rope-bits 16 "
-        "--kernels --shapes 8x8192 64x8192 --prefill 8192 65536 --prompts 3 --kv-cache-memory 9e9", ("fp8", "tq4"), 60,
+        "--kernels --shapes 8x8192 64x8192 --prefill 8192 65536 --prompts 3 --kv-cache-memory 30e9", ("fp8", "tq4"), 90,
         files={"decode.csv": "sparse.csv", "prefill.csv": "sparse_prefill.csv"}),
     "kimi": Part("decode.py", f"{shape('kimi-linear')} --no-search --kernels --shapes 8x1024 32x32768 "
         "--kv-cache-memory 16e9", ("auto", "tq4"), 45, files={"decode.csv": "kimi_linear.csv"}, environment=EXPERTS),

@@ -152,7 +152,7 @@ def test_blocks_of_latents_hold_a_state(dtype: str, block: int) -> None:
 
 
 STEPS = ("decode.csv", "tensor_parallel.csv", "recent_window.csv", "release/decode.csv", "release/mixed.csv",
-         "h100/decode.csv", "h100/mixed.csv")  # fmt: skip
+         "release/h100/decode.csv", "release/h100/mixed.csv")  # fmt: skip
 
 
 def rows(name: str) -> list[dict[str, str]]:
