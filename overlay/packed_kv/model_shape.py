@@ -10,11 +10,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
+from .config_defaults import HEAD_DIM, HEADS, HIDDEN, KV_HEADS, LAYERS, LENGTHS, Config, text_type, with_defaults
 from .formats import FORMATS, ROPE_BITS
 from .json_file import printable, shown
 from .layout import latent_slot_bytes, ring_slot_bytes
-
-Config = dict[str, Any]
 
 DENSE, FP8 = "bf16", "fp8"
 FP8_SPARSE_BYTES = 656
@@ -46,12 +45,22 @@ KINDS = {
 """Words of `layer_types` and its like -> what the layer keeps."""
 NEMOTRON_H = {"M": ("state",), "*": ("full",), "-": (), "E": ()}
 """Letters of Nemotron-H's `hybrid_override_pattern`."""
-SLIDING_AND_FULL = {"gemma2": 2, "gpt_oss": 2, "gemma3_text": 6, "gemma3": 6, "gemma3n_text": 5, "cohere2": 4}
+NEMOTRON_H_WORDS = {
+    "mamba": "M", "linear_attention": "M", "attention": "*", "full_attention": "*", "mlp": "-", "moe": "E",
+}  # fmt: skip
+"""The same in words, as transformers 5 writes them."""
+SLIDING_AND_FULL = {
+    "gemma2": 2, "vaultgemma": 2, "gpt_oss": 2, "gemma3_text": 6, "gemma3": 6, "gemma3n_text": 5, "cohere2": 4,
+    "olmo3": 4, "afmoe": 4, "exaone4": 4, "exaone_moe": 4,
+}  # fmt: skip
 """Model type -> period of its layers, of which the last is full and the others slide, where the config says nothing."""
+NEED_LAYER_TYPES = (
+    "cohere2_moe", "cwm", "gemma4_text", "granitemoehybrid", "laguna", "mimo_v2_flash", "nemotron_h", "olmo_hybrid",
+    "zamba2",
+)  # fmt: skip
+"""Model types whose layers differ by no rule that is known here where the config says nothing."""
 EXPANDED_LATENTS = ("minicpm3",)
 """Model types with a `kv_lora_rank` whose latent vectors vLLM expands to K and V of every head."""
-LENGTHS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "model_max_length")
-"""Fields of the tokens that a model reads."""
 LARGEST_WHOLE, MOST_LAYERS = 1 << 40, 10_000
 """Bounds of the numbers in a config."""
 LAYER_FIELDS = frozenset((
@@ -201,9 +210,16 @@ def _first(config: Config, names: Iterable[str]) -> tuple[str, Any]:
 
 
 def text_config(config: Config) -> Config:
-    """The part of a config that describes the language model. Raises BadInput."""
-    text = nested(config, "text_config", "llm_config") or config
-    return {**{key: config[key] for key in ("quantization_config", "dtype", "torch_dtype") if key in config}, **text}
+    """The part of a config that describes the language model, with the defaults that it leaves out. Raises BadInput."""
+    above: Config = {key: config[key] for key in ("quantization_config", "dtype", "torch_dtype") if key in config}
+    outer, kind = nested(config, "thinker_config") or config, word(config, "model_type")  # Qwen's Omni models
+    text = nested(outer, "text_config", "llm_config")
+    if text:
+        own = word(text, "model_type") or text_type(kind)
+        return with_defaults({**above, **text, "model_type": own}, kind, own)
+    if text_type(kind) and {*LAYERS}.isdisjoint(outer):  # a default text may have other sizes than its class
+        return config
+    return with_defaults({**above, **outer}, text_type(kind) or kind)
 
 
 def reads_latents(text: Config) -> bool:
@@ -246,8 +262,8 @@ def parse(config: Config, name: str, ranks: int = 1, recurrent_dtype: str | None
     name, text = printable(name), text_config(config)
     kind = f"{name} ({printable(word(text, 'model_type'), 60) or 'of no model_type'})"
     number = _layers_with_weights(text)
-    heads = whole(text, "num_attention_heads", "n_head", "n_heads", "num_heads")
-    hidden = whole(text, "hidden_size", "n_embd", "d_model")
+    heads = whole(text, *HEADS)
+    hidden = whole(text, *HIDDEN)
     if not (number and heads and hidden):
         raise BadInput(
             f"{kind} has no attention that its config describes (num_hidden_layers {number}, num_attention_heads "
@@ -349,7 +365,7 @@ def _layers_with_weights(text: Config) -> int:
         return 2 * whole(text, "num_layers_per_stack", "num_hidden_layers")
     if word(text, "model_type").startswith("longcat_flash"):  # num_hidden_layers counts attention
         return whole(text, "num_layers") or whole(text, "num_hidden_layers") // 2
-    return whole(text, "num_hidden_layers", "n_layer", "n_layers", "num_layers")
+    return whole(text, *LAYERS) or len(listed(text, "layers_block_type", of=str))  # Nemotron-H of transformers 5
 
 
 def layer_runs(text: Config) -> list[int]:
@@ -389,11 +405,12 @@ def _heads(text: Config, kind: str) -> tuple[int, int, int]:
     if word(text, "model_type") in EXPANDED_LATENTS:  # V is padded to K's size
         size = expanded_size(text)
         return heads, size, size
-    names = ("num_key_value_heads", "num_kv_heads", "n_head_kv", "multi_query_group_num", "num_attention_groups")
-    kv_heads = whole(nested(text, "attn_config"), "kv_n_heads") or whole(text, *names)  # DBRX and MPT, others
+    kv_heads = whole(nested(text, "attn_config"), "kv_n_heads") or whole(text, *KV_HEADS)  # DBRX and MPT, others
     if text.get("multi_query") and not text.get("new_decoder_architecture"):  # Falcon, StarCoder
         kv_heads = 1
-    size = whole(text, "head_dim", "attention_head_dim", "kv_channels") or hidden // heads
+    size = whole(text, *HEAD_DIM) or hidden // heads
+    if word(text, "model_type") == "zamba2":  # whatever its config says
+        size = 2 * hidden // heads
     if kind == "full" and whole(text, "global_head_dim") and not text.get("per_layer_config"):  # Gemma 4
         size = whole(text, "global_head_dim")
         kv_heads = whole(text, "num_global_key_value_heads") or kv_heads
@@ -407,6 +424,9 @@ def _heads(text: Config, kind: str) -> tuple[int, int, int]:
 def layer_letters(text: Config) -> str:
     """Nemotron-H's letter of each layer; "" for other models. Raises BadInput for fewer letters than layers."""
     letters, number = word(text, "hybrid_override_pattern"), text["num_hidden_layers"]
+    if not letters and word(text, "model_type") == "nemotron_h":
+        words = listed(text, "layers_block_type", "layer_types", of=str)
+        letters = "".join(NEMOTRON_H_WORDS.get(word, "?") for word in words)
     if letters and len(letters) < number:
         raise BadInput(f"hybrid_override_pattern has {len(letters)} letters, but the model has {number} layers")
     return letters[:number]
@@ -421,16 +441,18 @@ def layer_kinds(text: Config) -> list[tuple[str, ...]]:
 def _kinds(text: Config) -> list[tuple[str, ...]]:
     number, kind, letters = text["num_hidden_layers"], word(text, "model_type"), layer_letters(text)
     window = whole(text, "sliding_window") if text.get("use_sliding_window") is not False else 0
+    if pattern := listed(text, "hybrid_layer_pattern", of=int, least=number):  # MiMo-V2, whatever its layer_types say
+        return [("sliding",) if slides else ("full",) for slides in pattern[:number]]
     if words := listed(text, "layer_types", "layers_block_type", of=str, least=number):
         known = KINDS | dict.fromkeys(PICKING_KINDS, ("full",)) if picks_tokens(text) else KINDS
         if unknown := sorted(set(words) - set(known)):
             what = printable(", ".join(unknown))
             raise BadInput(f"layers of the kind {what} are not known; known: {', '.join(known)}")
         return [known[word] for word in words[:number]]
-    if pattern := listed(text, "hybrid_layer_pattern", of=int, least=number):  # MiMo-V2
-        return [("sliding",) if slides else ("full",) for slides in pattern[:number]]
     if letters:
         return [NEMOTRON_H.get(letter, ()) for letter in letters]
+    if kind in NEED_LAYER_TYPES:
+        raise BadInput(f"layers of {kind} differ, but the config has no layer_types; give one that has")
     if kind in ATTENTION_FREE:
         return [("state",)] * number
     if kind == "falcon_h1":
@@ -454,7 +476,7 @@ def _kinds(text: Config) -> list[tuple[str, ...]]:
         rope = (given and listed(text, "no_rope_layers", of=int, least=number)) or [(i + 1) % 4 for i in range(number)]
         return [("chunked",) if rotates else ("full",) for rotates in rope[:number]]
     if kind in SLIDING_AND_FULL and window:
-        period = whole(text, "sliding_window_pattern") or SLIDING_AND_FULL[kind]
+        period = whole(text, "sliding_window_pattern", "global_attn_every_n_layers") or SLIDING_AND_FULL[kind]
         return [("sliding",) if (i + 1) % period else ("full",) for i in range(number)]
     if window and text.get("use_sliding_window"):  # Qwen2
         start = whole(text, "max_window_layers")
