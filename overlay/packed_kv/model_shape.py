@@ -55,8 +55,8 @@ SLIDING_AND_FULL = {
 }  # fmt: skip
 """Model type -> period of its layers, of which the last is full and the others slide, where the config says nothing."""
 NEED_LAYER_TYPES = (
-    "cohere2_moe", "cwm", "gemma4_text", "granitemoehybrid", "laguna", "mimo_v2_flash", "nemotron_h", "olmo_hybrid",
-    "zamba2",
+    "bamba", "cohere2_moe", "cwm", "gemma4_text", "granitemoehybrid", "laguna", "mimo_v2_flash", "nemotron_h",
+    "olmo_hybrid", "plamo2", "recurrent_gemma", "zamba2",
 )  # fmt: skip
 """Model types whose layers differ by no rule that is known here where the config says nothing."""
 EXPANDED_LATENTS = ("minicpm3",)
@@ -451,6 +451,11 @@ def _kinds(text: Config) -> list[tuple[str, ...]]:
         return [known[word] for word in words[:number]]
     if letters:
         return [NEMOTRON_H.get(letter, ()) for letter in letters]
+    if set(listed(text, "attn_type_list", of=int)) - {1}:
+        raise BadInput(
+            "attn_type_list has layers of linear attention, as in MiniMax-Text-01, which no vLLM serves that packed-kv "
+            "supports; give another model"
+        )
     if kind in NEED_LAYER_TYPES:
         raise BadInput(f"layers of {kind} differ, but the config has no layer_types; give one that has")
     if kind in ATTENTION_FREE:
@@ -596,7 +601,7 @@ def mamba_channels(config: Config) -> int:
 def _recurrent_dtype(config: Config) -> str:
     """Dtype in which vLLM keeps recurrent states if the model says so, else ""."""
     kind = word(config, "model_type")
-    if has_delta_attention(config):
+    if has_delta_attention(config) or "AliceAIForCausalLM" in listed(config, "architectures", of=str):
         return "float32"
     if kind == "nemotron_h":
         return word(config, "mamba_ssm_cache_dtype") or "float32"

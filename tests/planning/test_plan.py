@@ -117,6 +117,13 @@ LING = {
     "qk_rope_head_dim": 64, "v_head_dim": 128, "vocab_size": 1024,
 }  # fmt: skip
 """In the fields of Ling V2.5."""
+ALICE = {
+    "model_type": "alice_ai", "architectures": ["AliceAIForCausalLM"], "hidden_size": 1024, "intermediate_size": 2048,
+    "num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 128, "vocab_size": 1024,
+    "linear_num_key_heads": 8, "linear_num_value_heads": 8, "linear_key_head_dim": 128, "linear_value_head_dim": 128,
+    "linear_conv_kernel_dim": 4, "layer_types": ["linear_attention", "full_attention"] * 2,
+}  # fmt: skip
+"""In the fields of AliceAI: Kimi's delta attention by the names of Qwen3-Next's."""
 BESIDE_LATENTS = {
     "Kimi-Linear": (KIMI_LINEAR, FULL, 32, 4),
     "Ling V2.5": (LING, (4, 8), 8, 0),
@@ -141,6 +148,21 @@ def test_states_beside_latents_have_vllms_shapes(name: str, ranks: int) -> None:
     assert [layer.number + 1 for layer in found.layers if layer.rope_size == 64] == [*full]
     assert {layer.state_bytes for layer in found.layers if layer.kind == "state"} == {size}
     assert len(found.layers) == config["num_hidden_layers"]
+
+
+def test_states_of_delta_attention_by_other_names() -> None:
+    shapes = MambaStateShapeCalculator.kda_state_shape(2, 8, 128, conv_kernel_size=4)
+    dtypes = MambaStateDtypeCalculator.kda_state_dtype(torch.bfloat16, "auto")
+    size = sum(math.prod(shape) * dtype.itemsize for shape, dtype in zip(shapes, dtypes, strict=True))
+    assert {layer.state_bytes for layer in parse(ALICE, "Alice", 2).layers} == {0, size}
+
+
+def test_linear_attention_beside_softmax() -> None:
+    """MiniMax-Text-01's layers; MiniMax-M2 has the same list, of ones."""
+    config = {**SHAPE_8B, "attn_type_list": [1] * 36}
+    assert {layer.kind for layer in parse(config, "M2").layers} == {"full"}
+    with pytest.raises(BadInput, match="attn_type_list has layers of linear attention, as in MiniMax-Text-01"):
+        parse({**config, "attn_type_list": [0, 1] * 18}, "Text-01")
 
 
 @pytest.mark.parametrize(("dtype", "block"), [("bf16", 1920), ("fp8", 3840), ("tq4", 5504)])
