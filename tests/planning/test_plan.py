@@ -544,6 +544,14 @@ def test_a_config_that_cannot_be_planned(name: str, tmp_path: Path, capsys: pyte
         (("{8b}", "--gpu-memory", "12GiB"), "give a larger --gpu, --tensor-parallel N or --weights fp8"),
         (("{8b}", "--gpu", "H200", "--tensor-parallel", "5"), "--tensor-parallel 5 does not divide the 32"),
         (("{8b}", "--gpu", "H200", "--skip-layers", "40"), "--skip-layers 40: no attention layer of"),
+        (
+            ("{8b}", "--gpu", "H200", "--context", "1k", "--recent-tokens", "1025"),
+            "--recent-tokens 1,025 is more than the context of 1,024 tokens; give 0 to 1,024",
+        ),
+        (
+            ("{mistral}", "--gpu", "H200", "--recent-tokens", "4097"),
+            "--recent-tokens 4,097 is more than the sliding window of 4,096 tokens; give 0 to 4,096",
+        ),
         (("{8b}", "--gpu", "H200", "--skip-layers", "0,1"), "expected a whole number, got '0,1'"),
         (("{8b}", "--gpu", "H200", "--skip-layers", "model.layers.0"), "a whole number, got 'model.layers.0'"),
         (
@@ -562,11 +570,11 @@ def test_bad_input_is_one_line(
     """A model that cannot be served is refused before what else is missing."""
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     falcon = {**json.loads((DEMO_MODEL / "config.json").read_text()), "architectures": ["FalconForCausalLM"]}
-    folder = tmp_path / "falcon"
-    folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(falcon))
+    paths = {"8b": shape_8b, "falcon": str(tmp_path / "falcon.json"), "mistral": str(tmp_path / "mistral.json")}
+    for name, config in (("falcon", falcon), ("mistral", {**SHAPE_8B, "sliding_window": 4096})):
+        Path(paths[name]).write_text(json.dumps(config))
     try:
-        code = main([argument.replace("{8b}", shape_8b).replace("{falcon}", str(folder)) for argument in arguments])
+        code = main([argument.format(**paths) for argument in arguments])
     except SystemExit as ended:
         code = ended.code
     assert code == 2

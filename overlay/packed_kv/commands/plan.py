@@ -13,7 +13,7 @@ from ..formats import ROPE_BITS
 from ..json_file import printable
 from ..model_shape import BadInput, Config, Model, parse
 from ..planning import cards
-from ..planning.cache import Serving
+from ..planning.cache import Serving, check_window
 from ..planning.config_file import load
 from ..planning.plan import Target, as_json, assumptions, cache_memory, estimate, recommend
 from ..planning.show import plot, table
@@ -112,6 +112,7 @@ def target_of(options: argparse.Namespace) -> tuple[Target, list[str]]:
     serving = Serving(
         context, options.recent_tokens, 2 * options.max_num_batched_tokens, frozenset(options.skip_layers)
     )
+    check_window(model, serving)
     return Target(model, serving, heavy, card, int(memory), options.users), said
 
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from ..facts import Cache, Engine, Facts, Latents, Pages
 from ..formats import FORMATS
 from ..layout import MICRO_BLOCK, RECENT_TOKENS, choose_ring_block
-from ..model_shape import DENSE, FP8, Layer, Model, recent_slot_bytes, slot_bytes
+from ..model_shape import DENSE, FP8, BadInput, Layer, Model, recent_slot_bytes, slot_bytes
 from ..model_shape import bytes_per_token as sum_over_layers
 from ..refusals import no_window, refuse
 
@@ -110,9 +110,23 @@ def recent_window(model: Model, dtype: str, serving: Serving) -> tuple[int, str]
     )
     if reason := no_window(facts):
         return 0, reason
-    windows = [layer.window for layer in model.attention if layer.kind == "sliding"]
     tokens = RECENT_TOKENS if serving.recent_tokens is None else serving.recent_tokens
-    return min([tokens, serving.context, *windows]), ""
+    return min(tokens, longest_window(model, serving)), ""
+
+
+def longest_window(model: Model, serving: Serving) -> int:
+    """Most tokens that a recent window may have."""
+    return min([serving.context, *(layer.window for layer in model.attention if layer.kind == "sliding")])
+
+
+def check_window(model: Model, serving: Serving) -> None:
+    """Raise BadInput for recent tokens with which an engine would not start."""
+    asked, (_, reason) = serving.recent_tokens, recent_window(model, next(iter(FORMATS)), serving)
+    if asked and reason:
+        raise BadInput(f"--recent-tokens {asked:,} is not possible with {reason}; give 0")
+    if asked and asked > (most := longest_window(model, serving)):
+        what = "the context" if most == serving.context else "the sliding window"
+        raise BadInput(f"--recent-tokens {asked:,} is more than {what} of {most:,} tokens; give 0 to {most:,}")
 
 
 def capacity(model: Model, dtype: str, serving: Serving, memory: int) -> Capacity:
