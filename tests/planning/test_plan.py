@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import csv
+import importlib.util
 import json
 import math
+import os
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -485,8 +487,34 @@ def test_plot(shape_8b: str, tmp_path: Path, capsys: pytest.CaptureFixture[str])
     pytest.importorskip("matplotlib")
     assert main([shape_8b, "--gpu", "H200", "--plot", str(tmp_path / "plan.png")]) == 0
     assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
-    assert main([shape_8b, "--gpu", "H200", "--plot", str(tmp_path / "no" / "plan.png")]) == 2
-    assert "no/plan.png cannot be written" in capsys.readouterr().err
+    (tmp_path / "folder.png").mkdir()
+    cases = {
+        tmp_path / "no" / "plan.png": "cannot be written; name a file in a folder that is there",
+        tmp_path / "plan.jpeg": "is no PNG file; give one, such as plan.png",
+        tmp_path / "folder.png": "is no PNG file",
+    }
+    capsys.readouterr()
+    for file, said in cases.items():
+        assert main([shape_8b, "--gpu", "H200", "--plot", str(file)]) == 2
+        shown = capsys.readouterr()
+        assert f"--plot {file} {said}" in shown.err and not shown.out
+
+
+def test_a_plot_needs_matplotlib(shape_8b: str, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert main([shape_8b, "--gpu", "H200", "--plot", "plan.png"]) == 2
+    shown = capsys.readouterr()
+    assert "--plot needs matplotlib" in shown.err and not shown.out
+
+
+def test_a_file_that_is_not_ours_to_write(
+    shape_8b: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
+) -> None:
+    """Whoever runs the tests may write everything."""
+    pytest.importorskip("matplotlib")
+    monkeypatch.setattr(os, "access", lambda path, mode: path != tmp_path)
+    assert main([shape_8b, "--gpu", "H200", "--plot", str(tmp_path / "plan.png")]) == 2
+    assert "plan.png cannot be written" in capsys.readouterr().err
 
 
 BAD_CONFIGS = {
@@ -560,6 +588,12 @@ def test_a_config_that_cannot_be_planned(name: str, tmp_path: Path, capsys: pyte
         ),
         (("{8b}", "--gpu", "H200", "--context", "long"), "expected a number of tokens, such as 32k, got 'long'"),
         (("{8b}", "--gpu-memory", "80 bananas"), "expected a size, such as 80GiB, got '80 bananas'"),
+        (("{8b}", "--gpu-memory", "80"), "expected a size of 1MiB or more, such as 80GiB, got '80': 80 bytes"),
+        (("{8b}", "--gpu", "H200", "--kv-cache-memory", "20"), "1MiB or more, such as 80GiB, got '20': 20 bytes"),
+        (
+            ("{8b}", "--gpu", "L4", "--kv-cache-memory", "80GiB"),
+            "--kv-cache-memory 80.0 GiB is more than the card's 22.5 GiB; give what one card has",
+        ),
         (("{8b}", "--gpu", "H200", "--users", "0"), "expected a whole number of at least 1, got '0'"),
         (("{8b}", "--gpu", "H200", "--weights", "fp7"), "expected a size, such as 80GiB, got 'fp7'"),
     ],

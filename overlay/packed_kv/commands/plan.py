@@ -16,7 +16,7 @@ from ..planning import cards
 from ..planning.cache import Serving, check_window
 from ..planning.config_file import load
 from ..planning.plan import Target, as_json, assumptions, cache_memory, estimate, recommend
-from ..planning.show import plot, table
+from ..planning.show import check_plot, plot, table
 from ..planning.weights import BITS, weights
 from ..refusals import Refusal, refusals_of_model, untried
 from .arguments import EXIT_BAD_INPUT, GIB, LONGEST_LINE, Parser, count, installed_vllm, number, size, tokens, whole
@@ -31,6 +31,8 @@ def main(arguments: Sequence[str] | None = None, prog: str = "packed-kv plan") -
     """The command. Returns its exit code: 0, or 2 for bad input."""
     options = parser(prog).parse_args(arguments)
     try:
+        if options.plot:
+            check_plot(options.plot)
         target, said = target_of(options)
         rows = estimate(target)
         if options.json:
@@ -104,6 +106,9 @@ def target_of(options: argparse.Namespace) -> tuple[Target, list[str]]:
         said.append(f"--context {context:,} is more than the model's {model.max_len:,}")
     heavy = weights(model, options.weights, folder)
     memory = options.kv_cache_memory
+    if memory and card.memory and memory > card.memory:
+        asked, has = (f"{number / GIB:.1f} GiB" for number in (memory, card.memory))
+        raise BadInput(f"--kv-cache-memory {asked} is more than the card's {has}; give what one card has for its cache")
     if memory is None:
         memory = cache_memory(card, heavy, model.ranks, options.gpu_memory_utilization, RESERVE)
         share = f"{options.gpu_memory_utilization:g} of {card.memory / GIB:.1f} GiB"
