@@ -129,7 +129,6 @@ class Model:
     layers: tuple[Layer, ...]
     ranks: int
     max_len: int
-    dtype_bytes: int
 
     @property
     def is_hybrid(self) -> bool:
@@ -281,14 +280,7 @@ def parse(config: Config, name: str, ranks: int = 1, recurrent_dtype: str | None
     if all(layer.is_shared or layer.kind == "state" for layer in layers):
         shared = text["num_kv_shared_layers"]
         raise BadInput(f"{kind} has num_kv_shared_layers {shared}, which leaves no KV cache to share")
-    return Model(
-        name=name,
-        config=text,
-        layers=layers,
-        ranks=ranks,
-        max_len=whole(text, *LENGTHS),
-        dtype_bytes=MODEL_BYTES,
-    )
+    return Model(name=name, config=text, layers=layers, ranks=ranks, max_len=whole(text, *LENGTHS))
 
 
 def _layers(text: Config, name: str, ranks: int, recurrent_dtype: str | None) -> Iterable[Layer]:
@@ -298,7 +290,7 @@ def _layers(text: Config, name: str, ranks: int, recurrent_dtype: str | None) ->
         for run, kind in ((run, kind) for run in range(1 if _shares_over_runs(text) else times) for kind in kept):
             number = run * len(kinds) + index  # as vLLM counts the caches of layers that run again
             if kind == "state":
-                state = state_of(text, ranks, MODEL_BYTES, recurrent_dtype)
+                state = state_of(text, ranks, recurrent_dtype)
                 if state is None:
                     what = f"{name} has state layers of {printable(word(text, 'model_type'), 60)}"
                     raise BadInput(f"{what}, whose size is not known here; start the engine and read its line")
@@ -489,7 +481,7 @@ def _kinds(text: Config) -> list[tuple[str, ...]]:
     return [("sliding",) if window else ("full",)] * number
 
 
-def slot_bytes(dtype: str, layer: Layer, dtype_bytes: int = 2) -> int:
+def slot_bytes(dtype: str, layer: Layer, dtype_bytes: int = MODEL_BYTES) -> int:
     """Bytes of K and V of one token and KV head. `dtype_bytes`: of a number in `DENSE`, the model's own dtype."""
     if dtype in FORMATS and layer.rope_size:
         sizes = layer.head_size, layer.rope_size, layer.rope_bits
@@ -508,7 +500,7 @@ def recent_slot_bytes(layer: Layer) -> int:
     return ring_slot_bytes(layer.head_size)
 
 
-def bytes_per_token(layers: Iterable[tuple[Layer, str]], dtype_bytes: int = 2) -> int:
+def bytes_per_token(layers: Iterable[tuple[Layer, str]], dtype_bytes: int = MODEL_BYTES) -> int:
     """KV bytes of a token on one rank: the sum over (layer, dtype). Layers without pages of their own count nothing."""
     return sum(
         layer.kv_heads * slot_bytes(dtype, layer, dtype_bytes) + layer.index_bytes
@@ -526,29 +518,29 @@ class State:
     kept: int = 2
 
 
-def state_of(config: Config, ranks: int, dtype_bytes: int, recurrent_dtype: str | None = None) -> State | None:
+def state_of(config: Config, ranks: int, recurrent_dtype: str | None = None) -> State | None:
     """The state of a layer on one of `ranks` ranks, as vLLM's `MambaStateShapeCalculator` has it; None: not known.
 
     It is a window of a short convolution's inputs and, but for short convolutions alone, a recurrent state.
-    `dtype_bytes`: of the activations. Recurrent states have them too, unless the model has another dtype for them, or
-    `recurrent_dtype` is given (`--mamba-ssm-cache-dtype`).
+    Recurrent states have the dtype of the activations, unless the model has another one for them, or `recurrent_dtype`
+    is given (`--mamba-ssm-cache-dtype`).
     """
     hidden, kind = config["hidden_size"], word(config, "model_type")
-    recurrent = DTYPE_BYTES.get(recurrent_dtype or _recurrent_dtype(config), dtype_bytes)
+    recurrent = DTYPE_BYTES.get(recurrent_dtype or _recurrent_dtype(config), MODEL_BYTES)
     if "linear_num_value_heads" in config:  # gated delta nets
         keys, values = delta_net_channels(config)
         conv = (2 * keys + values) * max(0, whole(config, "linear_conv_kernel_dim", default=4) - 1)
-        return State((conv * dtype_bytes + values * whole(config, "linear_key_head_dim") * recurrent) // ranks)
+        return State((conv * MODEL_BYTES + values * whole(config, "linear_key_head_dim") * recurrent) // ranks)
     if has_delta_attention(config):
         heads, head_dim, kernel = delta_attention(config)
         conv = 3 * heads * head_dim * max(0, kernel - 1)
-        return State((conv * dtype_bytes + heads * head_dim**2 * recurrent) // ranks)
+        return State((conv * MODEL_BYTES + heads * head_dim**2 * recurrent) // ranks)
     if whole(config, "layer_group_size"):  # linear attention of Ling V2.5
         heads = config["num_attention_heads"]
-        return State(heads * (whole(config, "head_dim") or hidden // heads) ** 2 * dtype_bytes // ranks)
+        return State(heads * (whole(config, "head_dim") or hidden // heads) ** 2 * MODEL_BYTES // ranks)
     if "conv_L_cache" in config or kind.startswith("lfm2"):
         kept = max(0, whole(config, "conv_L_cache", default=3) - 1)
-        return State((whole(config, "conv_dim") or hidden) * kept * dtype_bytes // ranks)
+        return State((whole(config, "conv_dim") or hidden) * kept * MODEL_BYTES // ranks)
     size = whole(config, "mamba_d_state", "ssm_state_size")
     kernel = whole(config, "mamba_d_conv", "conv_kernel") or 4
     heads = whole(config, "mamba_n_heads", "mamba_num_heads", "n_mamba_heads")
@@ -561,9 +553,9 @@ def state_of(config: Config, ranks: int, dtype_bytes: int, recurrent_dtype: str 
         groups = whole(config, "mamba_n_groups", "n_groups", "mamba_ngroups") or 1
         groups += ranks - groups if groups % ranks else 0
         conv = (inner + 2 * groups * size) * (kernel - 1)
-        return State((conv * dtype_bytes + heads * head_dim * size * recurrent) // ranks, kept=3)
+        return State((conv * MODEL_BYTES + heads * head_dim * size * recurrent) // ranks, kept=3)
     if size:  # Mamba-1
-        return State((inner * (kernel - 1) * dtype_bytes + inner * size * recurrent) // ranks)
+        return State((inner * (kernel - 1) * MODEL_BYTES + inner * size * recurrent) // ranks)
     return None
 
 

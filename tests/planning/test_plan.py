@@ -19,7 +19,7 @@ from checkout import DEMO_MODEL, REPO
 from coverage_models import MODELS
 from packed_kv.commands.plan import main
 from packed_kv.formats import FORMATS
-from packed_kv.model_shape import BadInput, parse
+from packed_kv.model_shape import BadInput, bytes_per_token, parse
 from packed_kv.planning import cache, cards, config_file, measured
 from packed_kv.planning.plan import Target, assumptions
 from packed_kv.planning.plan import estimate as estimate_rows
@@ -627,7 +627,7 @@ def test_kv_heads_that_ranks_do_not_share() -> None:
 def test_a_config_in_float32_is_served_in_bf16() -> None:
     plain, wide = ({**SHAPE_8B, "torch_dtype": dtype} for dtype in ("bfloat16", "float32"))
     bf16, found = parse(plain, "8B"), parse(wide, "8B")
-    assert found.dtype_bytes == bf16.dtype_bytes == 2
+    assert [bytes_per_token([(layer, "bf16") for layer in model.layers]) for model in (found, bf16)] == [147456] * 2
     assert weights(found, None, None).total == weights(bf16, None, None).total
 
 

@@ -63,9 +63,9 @@ def weights(model: Model, form: str | float | None, folder: Path | None) -> Weig
     share = min(1.0, _experts_per_token(model.config) / max(1, _experts(model.config)))
     bits, source = _bits(model.config, form if isinstance(form, str) else None)
     tables = 1 if model.config.get("tie_word_embeddings", True) else 2
-    dense = linear * bits / 8 + vocabulary * model.dtype_bytes  # of an input embedding a step reads a few rows
+    dense = linear * bits / 8 + vocabulary * MODEL_BYTES  # of an input embedding a step reads a few rows
     routed = experts * bits / 8
-    total = dense + routed + (tables - 1) * vocabulary * model.dtype_bytes
+    total = dense + routed + (tables - 1) * vocabulary * MODEL_BYTES
     again *= bits / 8
     known = form if isinstance(form, (int, float)) else _known(folder) if form is None else None
     if known:
