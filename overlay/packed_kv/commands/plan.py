@@ -14,7 +14,7 @@ from ..json_file import printable
 from ..model_shape import BadInput, Config, Model, parse
 from ..planning import cards
 from ..planning.cache import Serving, check_window
-from ..planning.config_file import load
+from ..planning.config_file import load, model_name
 from ..planning.plan import Target, as_json, assumptions, cache_memory, estimate, recommend
 from ..planning.show import check_plot, plot, table
 from ..planning.weights import BITS, weights
@@ -93,8 +93,7 @@ def target_of(options: argparse.Namespace) -> tuple[Target, list[str]]:
     if not 0 < share <= 1:
         raise BadInput(f"--gpu-memory-utilization {share:g} must be between 0 and 1, such as 0.9")
     config, folder = load(options.model)
-    name = Path(options.model).resolve().name if Path(options.model).exists() else options.model
-    model, said = _servable(config, name, options)
+    model, said = _servable(config, model_name(options.model), options)
     if options.latent_rope_bits:
         model = model.with_rope_bits(options.latent_rope_bits)
     card = _card(options)
