@@ -55,10 +55,13 @@ SLIDING_AND_FULL = {
 }  # fmt: skip
 """Model type -> period of its layers, of which the last is full and the others slide, where the config says nothing."""
 NEED_LAYER_TYPES = (
-    "bamba", "cohere2_moe", "cwm", "gemma4_text", "granitemoehybrid", "laguna", "mimo_v2_flash", "nemotron_h",
-    "olmo_hybrid", "plamo2", "recurrent_gemma", "zamba2",
+    "bamba", "cohere2_moe", "cwm", "gemma4_text", "gemma4_unified_text", "granite_swa", "granitemoe_swa",
+    "granitemoehybrid", "laguna", "mellum", "mimo_v2_flash", "nemotron_h", "olmo_hybrid", "plamo2", "recurrent_gemma",
+    "zamba2",
 )  # fmt: skip
 """Model types whose layers differ by no rule that is known here where the config says nothing."""
+DELTA_NET = ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim")
+"""Sizes of gated delta nets, each after `linear_`."""
 EXPANDED_LATENTS = ("minicpm3",)
 """Model types with a `kv_lora_rank` whose latent vectors vLLM expands to K and V of every head."""
 LARGEST_WHOLE, MOST_LAYERS = 1 << 40, 10_000
@@ -560,9 +563,12 @@ def state_of(config: Config, ranks: int, recurrent_dtype: str | None = None) -> 
 
 
 def delta_net_channels(config: Config) -> tuple[int, int]:
-    """Channels of all heads of a gated delta net: of K, and of V."""
-    keys, values = (whole(config, f"linear_num_{role}_heads") for role in ("key", "value"))
-    return keys * whole(config, "linear_key_head_dim"), values * whole(config, "linear_value_head_dim")
+    """Channels of all heads of a gated delta net: of K, and of V. Raises BadInput."""
+    sizes = {f"linear_{name}": whole(config, f"linear_{name}") for name in DELTA_NET}
+    if missing := [name for name in sizes if not sizes[name]]:
+        raise BadInput(f"{' and '.join(missing)} must be above 0 in gated delta nets; give a config that has all sizes")
+    keys, values, key_size, value_size = sizes.values()
+    return keys * key_size, values * value_size
 
 
 def has_delta_attention(config: Config) -> bool:

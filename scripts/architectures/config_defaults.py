@@ -19,23 +19,25 @@ from transformers import CONFIG_MAPPING
 
 FILE = Path(__file__).parents[2] / "overlay" / "packed_kv" / "config_defaults.json"
 TEXT = (
-    "afmoe", "apertus", "arcee", "aria_text", "cohere", "cohere2", "cwm", "deepseek_v2", "deepseek_v3", "ernie4_5",
-    "ernie4_5_moe", "exaone4", "exaone_moe", "falcon_h1", "flex_olmo", "gemma", "gemma2", "gemma3_text",
-    "gemma3n_text", "gemma4_text", "glm", "glm4", "glm4_moe", "glm4_moe_lite", "glm4v_moe_text", "glm4v_text",
-    "glm_moe_dsa", "glm_ocr_text", "gpt2", "gpt_bigcode", "gpt_neox", "gpt_oss", "gptj", "granite", "granitemoe",
-    "granitemoehybrid", "granitemoeshared", "hunyuan_v1_dense", "hunyuan_v1_moe", "hunyuan_vl_text", "hy_v3", "jais2",
-    "jamba", "laguna", "lfm2", "lfm2_moe", "llama", "llama4_text", "longcat_flash", "mimo_v2_flash", "minicpm3",
-    "minimax_m2", "ministral3", "mistral", "mixtral", "nemotron", "nemotron_h", "olmo", "olmo2", "olmo3", "olmoe",
-    "opt", "paddleocr_vl_text", "phi", "phi3", "phimoe", "qwen2", "qwen2_5_omni_text", "qwen2_5_vl_text", "qwen2_moe",
+    "afmoe", "apertus", "arcee", "aria_text", "cohere", "cohere2", "cwm", "deepseek_v2", "deepseek_v3",
+    "emu3_text_model", "ernie4_5", "ernie4_5_moe", "exaone4", "exaone_moe", "falcon_h1", "flex_olmo", "gemma",
+    "gemma2", "gemma3_text", "gemma3n_text", "gemma4_text", "gemma4_unified_text", "glm", "glm4", "glm4_moe",
+    "glm4_moe_lite", "glm4v_moe_text", "glm4v_text", "glm_moe_dsa", "glm_ocr_text", "gpt2", "gpt_bigcode", "gpt_neox",
+    "gpt_oss", "gptj", "granite", "granite_swa", "granitemoe", "granitemoe_swa", "granitemoehybrid",
+    "granitemoeshared", "hunyuan_v1_dense", "hunyuan_v1_moe", "hunyuan_vl_text", "hy_v3", "jais2", "jamba", "laguna",
+    "lfm2", "lfm2_moe", "llama", "llama4_text", "longcat_flash", "mellum", "mimo_v2_flash", "minicpm3", "minimax_m2",
+    "ministral3", "mistral", "mixtral", "nemotron", "nemotron_h", "olmo", "olmo2", "olmo3", "olmoe", "opt",
+    "paddleocr_vl_text", "phi", "phi3", "phimoe", "qwen2", "qwen2_5_omni_text", "qwen2_5_vl_text", "qwen2_moe",
     "qwen2_vl_text", "qwen3", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_moe", "qwen3_next", "qwen3_omni_moe_text",
     "qwen3_vl_moe_text", "qwen3_vl_text", "seed_oss", "smollm3", "stablelm", "starcoder2", "vaultgemma", "zamba2",
 )  # fmt: skip
 OUTER = (
-    "aria", "audioflamingo3", "cohere2_vision", "exaone4_5", "gemma3", "gemma3n", "gemma4", "glm4v",
-    "glm4v_moe", "glm_ocr", "glmasr", "granite4_vision", "granite_speech", "hunyuan_vl", "idefics3", "internvl",
-    "lfm2_vl", "llama4", "llava", "llava_next", "llava_next_video", "llava_onevision", "mistral3", "paddleocr_vl",
-    "paligemma", "qwen2_5_omni", "qwen2_5_vl", "qwen2_audio", "qwen2_vl", "qwen3_5", "qwen3_5_moe", "qwen3_omni_moe",
-    "qwen3_vl", "qwen3_vl_moe", "smolvlm", "voxtral",
+    "aria", "audioflamingo3", "blip-2", "cohere2_vision", "emu3", "exaone4_5", "gemma3", "gemma3n", "gemma4",
+    "gemma4_unified", "glm4v", "glm4v_moe", "glm_ocr", "glmasr", "granite4_vision", "granite_speech",
+    "granite_speech_plus", "hunyuan_vl", "idefics3", "internvl", "lfm2_vl", "llama4", "llava", "llava_next",
+    "llava_next_video", "llava_onevision", "minicpmv4_6", "minicpmv4_7", "mistral3", "paddleocr_vl", "paligemma",
+    "qwen2_5_omni", "qwen2_5_vl", "qwen2_audio", "qwen2_vl", "qwen3_5", "qwen3_5_moe", "qwen3_omni_moe", "qwen3_vl",
+    "qwen3_vl_moe", "smolvlm", "vibevoice_asr", "voxtral",
 )  # fmt: skip
 FIELDS = frozenset((
     "vocab_size", "tie_word_embeddings", "max_position_embeddings", "n_positions", "max_seq_len", "hidden_size",
@@ -58,7 +60,7 @@ FIELDS = frozenset((
 ))  # fmt: skip
 """Fields that packed_kv/model_shape.py and packed_kv/planning/weights.py read, without those that are lists."""
 UNDECLARED = {
-    "gemma4_text": {"global_head_dim": 512},
+    **{kind: {"global_head_dim": 512} for kind in ("gemma4_text", "gemma4_unified_text")},
     **{kind: {"full_attention_interval": 4} for kind in ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")},
 }
 """Defaults that a class has in its `__post_init__`."""

@@ -9,7 +9,6 @@ from typing import Any
 
 import config_defaults as generator
 import pytest
-from checkout import REPO
 from coverage_models import MODELS
 from packed_kv.commands.plan import main
 from packed_kv.model_shape import BadInput, Config, parse
@@ -18,7 +17,10 @@ from packed_kv.planning.weights import parameters
 from transformers import CONFIG_MAPPING, PreTrainedConfig
 
 NESTED = ("thinker_config", "text_config")
-WITHOUT_LAYER_TYPES = {"cwm", "gemma4", "gemma4_text", "granitemoehybrid", "laguna", "mimo_v2_flash", "zamba2"}
+WITHOUT_LAYER_TYPES = {
+    "cwm", "gemma4", "gemma4_text", "gemma4_unified", "gemma4_unified_text", "granite_swa", "granitemoe_swa",
+    "granitemoehybrid", "laguna", "mellum", "mimo_v2_flash", "zamba2",
+}  # fmt: skip
 """Types of the table that are refused without `layer_types`."""
 
 
@@ -124,7 +126,7 @@ PUBLISHED = {
         {"model_type": "gpt2", "hidden_size": 1024, "num_attention_heads": 16, "num_hidden_layers": 24},
         "24 full layers of 16 KV heads of 64 channels"),
 }  # fmt: skip
-"""Fields in which published configs of a family say less than their class, and what vLLM serves."""
+"""Configs that leave out what their classes have, as published ones of these families do, and the models' layers."""
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
@@ -153,5 +155,8 @@ def test_a_config_without_its_text_is_refused() -> None:
         parse({"model_type": "paligemma"}, "PaliGemma")
 
 
-def test_the_package_has_the_table() -> None:
-    assert f'"{generator.FILE.name}"' in (REPO / "pyproject.toml").read_text()
+def test_gated_delta_nets_without_a_size_are_refused() -> None:
+    """OLMo Hybrid's class has other defaults than Qwen3-Next's: it derives them."""
+    config = {name: value for name, value in MODELS["OlmoHybridForCausalLM"].items() if name != "linear_key_head_dim"}
+    with pytest.raises(BadInput, match="linear_key_head_dim must be above 0 in gated delta nets"):
+        parse(config, "OLMo Hybrid")
