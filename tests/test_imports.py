@@ -11,9 +11,9 @@ from checkout import REPO
 
 PACKAGE = REPO / "overlay" / "packed_kv"
 FLOORS = (
-    "formats", "layout", "json_file", "model_shape", "cache_scheme", "rope", "architectures", "facts", "config_facts",
-    "refusals", "channel_calibration", "calibration_file", "codecs", "reference", "kernels", "vllm_compat", "settings",
-    "window", "attention", "sharing", "engine", "plugin",
+    "formats", "layout", "json_file", "config_defaults", "model_shape", "cache_scheme", "rope", "architectures",
+    "facts", "config_facts", "refusals", "channel_calibration", "calibration_file", "codecs", "reference", "kernels",
+    "vllm_compat", "settings", "window", "attention", "sharing", "engine", "plugin",
 )  # fmt: skip
 """Rooms from the bottom up. A module imports its own room and those below it."""
 BESIDE = {
@@ -25,6 +25,7 @@ BESIDE = {
         "formats",
         "layout",
         "json_file",
+        "config_defaults",
         "model_shape",
         "cache_scheme",
         "facts",
@@ -51,8 +52,8 @@ KNOWS_VLLM = {"vllm_compat", "settings", "window", "attention", "sharing", "engi
 PROBE = "commands.probe"
 """Imports vLLM, in a process of its own."""
 NO_TORCH = {
-    "formats", "layout", "json_file", "model_shape", "cache_scheme", "rope", "architectures", "facts", "config_facts",
-    "refusals", "channel_calibration", "calibration_file", "planning", "commands",
+    "formats", "layout", "json_file", "config_defaults", "model_shape", "cache_scheme", "rope", "architectures",
+    "facts", "config_facts", "refusals", "channel_calibration", "calibration_file", "planning", "commands",
 }  # fmt: skip
 THIRD_PARTY = {"torch", "triton", "vllm", "transformers"}
 

@@ -382,7 +382,7 @@ def test_a_config_is_refused_where_the_engine_refuses(architecture: str, result:
          "layers"),
         ({"architectures": ["MiniMaxM3SparseForCausalLM"]}, "models that choose their own attention backend"),
         ({"kv_lora_rank": 512, "qk_rope_head_dim": 64, "index_topk": 2048}, "sparse attention"),
-        ({"kv_lora_rank": 512, "model_type": "deepseek_v3"}, "latent attention (MLA) of this size"),
+        ({"kv_lora_rank": 512, "qk_rope_head_dim": 0}, "latent attention (MLA) of this size"),
         (
             {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "architectures": ["Dots3NoteForCausalLM"]},
             "latent attention (MLA) in layers of their own kind",

@@ -10,11 +10,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
+from .config_defaults import HEAD_DIM, HEADS, HIDDEN, KV_HEADS, LAYERS, LENGTHS, Config, text_type, with_defaults
 from .formats import FORMATS, ROPE_BITS
 from .json_file import printable, shown
 from .layout import latent_slot_bytes, ring_slot_bytes
-
-Config = dict[str, Any]
 
 DENSE, FP8 = "bf16", "fp8"
 FP8_SPARSE_BYTES = 656
@@ -46,12 +45,25 @@ KINDS = {
 """Words of `layer_types` and its like -> what the layer keeps."""
 NEMOTRON_H = {"M": ("state",), "*": ("full",), "-": (), "E": ()}
 """Letters of Nemotron-H's `hybrid_override_pattern`."""
-SLIDING_AND_FULL = {"gemma2": 2, "gpt_oss": 2, "gemma3_text": 6, "gemma3": 6, "gemma3n_text": 5, "cohere2": 4}
+NEMOTRON_H_WORDS = {
+    "mamba": "M", "linear_attention": "M", "attention": "*", "full_attention": "*", "mlp": "-", "moe": "E",
+}  # fmt: skip
+"""The same in words, as transformers 5 writes them."""
+SLIDING_AND_FULL = {
+    "gemma2": 2, "vaultgemma": 2, "gpt_oss": 2, "gemma3_text": 6, "gemma3": 6, "gemma3n_text": 5, "cohere2": 4,
+    "olmo3": 4, "afmoe": 4, "exaone4": 4, "exaone_moe": 4,
+}  # fmt: skip
 """Model type -> period of its layers, of which the last is full and the others slide, where the config says nothing."""
+NEED_LAYER_TYPES = (
+    "bamba", "cohere2_moe", "cwm", "gemma4_text", "gemma4_unified_text", "granite_swa", "granitemoe_swa",
+    "granitemoehybrid", "laguna", "mellum", "mimo_v2_flash", "nemotron_h", "olmo_hybrid", "plamo2", "recurrent_gemma",
+    "zamba2",
+)  # fmt: skip
+"""Model types whose layers differ by no rule that is known here where the config says nothing."""
+DELTA_NET = ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim")
+"""Sizes of gated delta nets, each after `linear_`."""
 EXPANDED_LATENTS = ("minicpm3",)
 """Model types with a `kv_lora_rank` whose latent vectors vLLM expands to K and V of every head."""
-LENGTHS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "model_max_length")
-"""Fields of the tokens that a model reads."""
 LARGEST_WHOLE, MOST_LAYERS = 1 << 40, 10_000
 """Bounds of the numbers in a config."""
 LAYER_FIELDS = frozenset((
@@ -120,7 +132,6 @@ class Model:
     layers: tuple[Layer, ...]
     ranks: int
     max_len: int
-    dtype_bytes: int
 
     @property
     def is_hybrid(self) -> bool:
@@ -201,9 +212,16 @@ def _first(config: Config, names: Iterable[str]) -> tuple[str, Any]:
 
 
 def text_config(config: Config) -> Config:
-    """The part of a config that describes the language model. Raises BadInput."""
-    text = nested(config, "text_config", "llm_config") or config
-    return {**{key: config[key] for key in ("quantization_config", "dtype", "torch_dtype") if key in config}, **text}
+    """The part of a config that describes the language model, with the defaults that it leaves out. Raises BadInput."""
+    above: Config = {key: config[key] for key in ("quantization_config", "dtype", "torch_dtype") if key in config}
+    outer, kind = nested(config, "thinker_config") or config, word(config, "model_type")  # Qwen's Omni models
+    text = nested(outer, "text_config", "llm_config")
+    if text:
+        own = word(text, "model_type") or text_type(kind)
+        return with_defaults({**above, **text, "model_type": own}, kind, own)
+    if text_type(kind) and {*LAYERS}.isdisjoint(outer):  # a default text may have other sizes than its class
+        return config
+    return with_defaults({**above, **outer}, text_type(kind) or kind)
 
 
 def reads_latents(text: Config) -> bool:
@@ -246,8 +264,8 @@ def parse(config: Config, name: str, ranks: int = 1, recurrent_dtype: str | None
     name, text = printable(name), text_config(config)
     kind = f"{name} ({printable(word(text, 'model_type'), 60) or 'of no model_type'})"
     number = _layers_with_weights(text)
-    heads = whole(text, "num_attention_heads", "n_head", "n_heads", "num_heads")
-    hidden = whole(text, "hidden_size", "n_embd", "d_model")
+    heads = whole(text, *HEADS)
+    hidden = whole(text, *HIDDEN)
     if not (number and heads and hidden):
         raise BadInput(
             f"{kind} has no attention that its config describes (num_hidden_layers {number}, num_attention_heads "
@@ -265,14 +283,7 @@ def parse(config: Config, name: str, ranks: int = 1, recurrent_dtype: str | None
     if all(layer.is_shared or layer.kind == "state" for layer in layers):
         shared = text["num_kv_shared_layers"]
         raise BadInput(f"{kind} has num_kv_shared_layers {shared}, which leaves no KV cache to share")
-    return Model(
-        name=name,
-        config=text,
-        layers=layers,
-        ranks=ranks,
-        max_len=whole(text, *LENGTHS),
-        dtype_bytes=MODEL_BYTES,
-    )
+    return Model(name=name, config=text, layers=layers, ranks=ranks, max_len=whole(text, *LENGTHS))
 
 
 def _layers(text: Config, name: str, ranks: int, recurrent_dtype: str | None) -> Iterable[Layer]:
@@ -282,7 +293,7 @@ def _layers(text: Config, name: str, ranks: int, recurrent_dtype: str | None) ->
         for run, kind in ((run, kind) for run in range(1 if _shares_over_runs(text) else times) for kind in kept):
             number = run * len(kinds) + index  # as vLLM counts the caches of layers that run again
             if kind == "state":
-                state = state_of(text, ranks, MODEL_BYTES, recurrent_dtype)
+                state = state_of(text, ranks, recurrent_dtype)
                 if state is None:
                     what = f"{name} has state layers of {printable(word(text, 'model_type'), 60)}"
                     raise BadInput(f"{what}, whose size is not known here; start the engine and read its line")
@@ -349,7 +360,7 @@ def _layers_with_weights(text: Config) -> int:
         return 2 * whole(text, "num_layers_per_stack", "num_hidden_layers")
     if word(text, "model_type").startswith("longcat_flash"):  # num_hidden_layers counts attention
         return whole(text, "num_layers") or whole(text, "num_hidden_layers") // 2
-    return whole(text, "num_hidden_layers", "n_layer", "n_layers", "num_layers")
+    return whole(text, *LAYERS) or len(listed(text, "layers_block_type", of=str))  # Nemotron-H of transformers 5
 
 
 def layer_runs(text: Config) -> list[int]:
@@ -389,11 +400,12 @@ def _heads(text: Config, kind: str) -> tuple[int, int, int]:
     if word(text, "model_type") in EXPANDED_LATENTS:  # V is padded to K's size
         size = expanded_size(text)
         return heads, size, size
-    names = ("num_key_value_heads", "num_kv_heads", "n_head_kv", "multi_query_group_num", "num_attention_groups")
-    kv_heads = whole(nested(text, "attn_config"), "kv_n_heads") or whole(text, *names)  # DBRX and MPT, others
+    kv_heads = whole(nested(text, "attn_config"), "kv_n_heads") or whole(text, *KV_HEADS)  # DBRX and MPT, others
     if text.get("multi_query") and not text.get("new_decoder_architecture"):  # Falcon, StarCoder
         kv_heads = 1
-    size = whole(text, "head_dim", "attention_head_dim", "kv_channels") or hidden // heads
+    size = whole(text, *HEAD_DIM) or hidden // heads
+    if word(text, "model_type") == "zamba2":  # whatever its config says
+        size = 2 * hidden // heads
     if kind == "full" and whole(text, "global_head_dim") and not text.get("per_layer_config"):  # Gemma 4
         size = whole(text, "global_head_dim")
         kv_heads = whole(text, "num_global_key_value_heads") or kv_heads
@@ -407,6 +419,9 @@ def _heads(text: Config, kind: str) -> tuple[int, int, int]:
 def layer_letters(text: Config) -> str:
     """Nemotron-H's letter of each layer; "" for other models. Raises BadInput for fewer letters than layers."""
     letters, number = word(text, "hybrid_override_pattern"), text["num_hidden_layers"]
+    if not letters and word(text, "model_type") == "nemotron_h":
+        words = listed(text, "layers_block_type", "layer_types", of=str)
+        letters = "".join(NEMOTRON_H_WORDS.get(word, "?") for word in words)
     if letters and len(letters) < number:
         raise BadInput(f"hybrid_override_pattern has {len(letters)} letters, but the model has {number} layers")
     return letters[:number]
@@ -421,16 +436,23 @@ def layer_kinds(text: Config) -> list[tuple[str, ...]]:
 def _kinds(text: Config) -> list[tuple[str, ...]]:
     number, kind, letters = text["num_hidden_layers"], word(text, "model_type"), layer_letters(text)
     window = whole(text, "sliding_window") if text.get("use_sliding_window") is not False else 0
+    if pattern := listed(text, "hybrid_layer_pattern", of=int, least=number):  # MiMo-V2, whatever its layer_types say
+        return [("sliding",) if slides else ("full",) for slides in pattern[:number]]
     if words := listed(text, "layer_types", "layers_block_type", of=str, least=number):
         known = KINDS | dict.fromkeys(PICKING_KINDS, ("full",)) if picks_tokens(text) else KINDS
         if unknown := sorted(set(words) - set(known)):
             what = printable(", ".join(unknown))
             raise BadInput(f"layers of the kind {what} are not known; known: {', '.join(known)}")
         return [known[word] for word in words[:number]]
-    if pattern := listed(text, "hybrid_layer_pattern", of=int, least=number):  # MiMo-V2
-        return [("sliding",) if slides else ("full",) for slides in pattern[:number]]
     if letters:
         return [NEMOTRON_H.get(letter, ()) for letter in letters]
+    if set(listed(text, "attn_type_list", of=int)) - {1}:
+        raise BadInput(
+            "attn_type_list has layers of linear attention, as in MiniMax-Text-01, which no vLLM serves that packed-kv "
+            "supports; give another model"
+        )
+    if kind in NEED_LAYER_TYPES:
+        raise BadInput(f"layers of {kind} differ, but the config has no layer_types; give one that has")
     if kind in ATTENTION_FREE:
         return [("state",)] * number
     if kind == "falcon_h1":
@@ -454,7 +476,7 @@ def _kinds(text: Config) -> list[tuple[str, ...]]:
         rope = (given and listed(text, "no_rope_layers", of=int, least=number)) or [(i + 1) % 4 for i in range(number)]
         return [("chunked",) if rotates else ("full",) for rotates in rope[:number]]
     if kind in SLIDING_AND_FULL and window:
-        period = whole(text, "sliding_window_pattern") or SLIDING_AND_FULL[kind]
+        period = whole(text, "sliding_window_pattern", "global_attn_every_n_layers") or SLIDING_AND_FULL[kind]
         return [("sliding",) if (i + 1) % period else ("full",) for i in range(number)]
     if window and text.get("use_sliding_window"):  # Qwen2
         start = whole(text, "max_window_layers")
@@ -462,7 +484,7 @@ def _kinds(text: Config) -> list[tuple[str, ...]]:
     return [("sliding",) if window else ("full",)] * number
 
 
-def slot_bytes(dtype: str, layer: Layer, dtype_bytes: int = 2) -> int:
+def slot_bytes(dtype: str, layer: Layer, dtype_bytes: int = MODEL_BYTES) -> int:
     """Bytes of K and V of one token and KV head. `dtype_bytes`: of a number in `DENSE`, the model's own dtype."""
     if dtype in FORMATS and layer.rope_size:
         sizes = layer.head_size, layer.rope_size, layer.rope_bits
@@ -481,7 +503,7 @@ def recent_slot_bytes(layer: Layer) -> int:
     return ring_slot_bytes(layer.head_size)
 
 
-def bytes_per_token(layers: Iterable[tuple[Layer, str]], dtype_bytes: int = 2) -> int:
+def bytes_per_token(layers: Iterable[tuple[Layer, str]], dtype_bytes: int = MODEL_BYTES) -> int:
     """KV bytes of a token on one rank: the sum over (layer, dtype). Layers without pages of their own count nothing."""
     return sum(
         layer.kv_heads * slot_bytes(dtype, layer, dtype_bytes) + layer.index_bytes
@@ -499,29 +521,29 @@ class State:
     kept: int = 2
 
 
-def state_of(config: Config, ranks: int, dtype_bytes: int, recurrent_dtype: str | None = None) -> State | None:
+def state_of(config: Config, ranks: int, recurrent_dtype: str | None = None) -> State | None:
     """The state of a layer on one of `ranks` ranks, as vLLM's `MambaStateShapeCalculator` has it; None: not known.
 
     It is a window of a short convolution's inputs and, but for short convolutions alone, a recurrent state.
-    `dtype_bytes`: of the activations. Recurrent states have them too, unless the model has another dtype for them, or
-    `recurrent_dtype` is given (`--mamba-ssm-cache-dtype`).
+    Recurrent states have the dtype of the activations, unless the model has another one for them, or `recurrent_dtype`
+    is given (`--mamba-ssm-cache-dtype`).
     """
     hidden, kind = config["hidden_size"], word(config, "model_type")
-    recurrent = DTYPE_BYTES.get(recurrent_dtype or _recurrent_dtype(config), dtype_bytes)
+    recurrent = DTYPE_BYTES.get(recurrent_dtype or _recurrent_dtype(config), MODEL_BYTES)
     if "linear_num_value_heads" in config:  # gated delta nets
         keys, values = delta_net_channels(config)
         conv = (2 * keys + values) * max(0, whole(config, "linear_conv_kernel_dim", default=4) - 1)
-        return State((conv * dtype_bytes + values * whole(config, "linear_key_head_dim") * recurrent) // ranks)
+        return State((conv * MODEL_BYTES + values * whole(config, "linear_key_head_dim") * recurrent) // ranks)
     if has_delta_attention(config):
         heads, head_dim, kernel = delta_attention(config)
         conv = 3 * heads * head_dim * max(0, kernel - 1)
-        return State((conv * dtype_bytes + heads * head_dim**2 * recurrent) // ranks)
+        return State((conv * MODEL_BYTES + heads * head_dim**2 * recurrent) // ranks)
     if whole(config, "layer_group_size"):  # linear attention of Ling V2.5
         heads = config["num_attention_heads"]
-        return State(heads * (whole(config, "head_dim") or hidden // heads) ** 2 * dtype_bytes // ranks)
+        return State(heads * (whole(config, "head_dim") or hidden // heads) ** 2 * MODEL_BYTES // ranks)
     if "conv_L_cache" in config or kind.startswith("lfm2"):
         kept = max(0, whole(config, "conv_L_cache", default=3) - 1)
-        return State((whole(config, "conv_dim") or hidden) * kept * dtype_bytes // ranks)
+        return State((whole(config, "conv_dim") or hidden) * kept * MODEL_BYTES // ranks)
     size = whole(config, "mamba_d_state", "ssm_state_size")
     kernel = whole(config, "mamba_d_conv", "conv_kernel") or 4
     heads = whole(config, "mamba_n_heads", "mamba_num_heads", "n_mamba_heads")
@@ -534,16 +556,19 @@ def state_of(config: Config, ranks: int, dtype_bytes: int, recurrent_dtype: str 
         groups = whole(config, "mamba_n_groups", "n_groups", "mamba_ngroups") or 1
         groups += ranks - groups if groups % ranks else 0
         conv = (inner + 2 * groups * size) * (kernel - 1)
-        return State((conv * dtype_bytes + heads * head_dim * size * recurrent) // ranks, kept=3)
+        return State((conv * MODEL_BYTES + heads * head_dim * size * recurrent) // ranks, kept=3)
     if size:  # Mamba-1
-        return State((inner * (kernel - 1) * dtype_bytes + inner * size * recurrent) // ranks)
+        return State((inner * (kernel - 1) * MODEL_BYTES + inner * size * recurrent) // ranks)
     return None
 
 
 def delta_net_channels(config: Config) -> tuple[int, int]:
-    """Channels of all heads of a gated delta net: of K, and of V."""
-    keys, values = (whole(config, f"linear_num_{role}_heads") for role in ("key", "value"))
-    return keys * whole(config, "linear_key_head_dim"), values * whole(config, "linear_value_head_dim")
+    """Channels of all heads of a gated delta net: of K, and of V. Raises BadInput."""
+    sizes = {f"linear_{name}": whole(config, f"linear_{name}") for name in DELTA_NET}
+    if missing := [name for name in sizes if not sizes[name]]:
+        raise BadInput(f"{' and '.join(missing)} must be above 0 in gated delta nets; give a config that has all sizes")
+    keys, values, key_size, value_size = sizes.values()
+    return keys * key_size, values * value_size
 
 
 def has_delta_attention(config: Config) -> bool:
@@ -574,7 +599,7 @@ def mamba_channels(config: Config) -> int:
 def _recurrent_dtype(config: Config) -> str:
     """Dtype in which vLLM keeps recurrent states if the model says so, else ""."""
     kind = word(config, "model_type")
-    if has_delta_attention(config):
+    if has_delta_attention(config) or "AliceAIForCausalLM" in listed(config, "architectures", of=str):
         return "float32"
     if kind == "nemotron_h":
         return word(config, "mamba_ssm_cache_dtype") or "float32"

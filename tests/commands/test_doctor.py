@@ -11,10 +11,11 @@ import calibration_files
 import pytest
 from checkout import DEMO_MODEL
 from coverage_models import MODELS
-from packed_kv.commands import doctor
+from packed_kv.commands import doctor, plan
 from packed_kv.formats import FORMATS
 from packed_kv.kernels import cuda
 from packed_kv.kernels.cpu.compiler import best_target, find_compiler
+from packed_kv.planning import config_file
 
 H200 = {
     "torch": "2.11.0", "platform": "cuda", "registered": list(FORMATS), "devices": 2, "device": "NVIDIA H200",
@@ -174,10 +175,21 @@ def test_calibration_is_found_and_checked(probed, tmp_path: Path, monkeypatch: p
     assert any("made for another model: KV heads 4, this model has 2" in line for line in lines(str(model)))
 
 
-def test_the_folder_that_one_is_in_has_a_name(probed, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("source", [".", "config.json", "link", "link/config.json", "nobody/hub"])
+def test_plan_and_doctor_name_a_model_alike(
+    source: str, probed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     probed(H200)
-    monkeypatch.chdir(DEMO_MODEL)
-    assert any(line.startswith("OK    demo-7m: 6 full layers") for line in lines("."))
+    folder = DEMO_MODEL
+    if source.startswith("link"):
+        (tmp_path / "link").symlink_to(folder)
+        folder = tmp_path
+    monkeypatch.setattr(config_file, "_from_hub", lambda name: DEMO_MODEL / "config.json")
+    monkeypatch.chdir(folder)
+    name = {"link": "link", "nobody": "nobody/hub"}.get(source.partition("/")[0], "demo-7m")
+    assert any(line.startswith(f"OK    {name}: 6 full layers") for line in lines(source))
+    assert plan.main([source, "--gpu", "H200"]) == 0
+    assert capsys.readouterr().out.startswith(f"{name} on 1 x H200")
 
 
 @pytest.mark.parametrize(

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import csv
+import importlib.util
 import json
 import math
+import os
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -17,7 +19,7 @@ from checkout import DEMO_MODEL, REPO
 from coverage_models import MODELS
 from packed_kv.commands.plan import main
 from packed_kv.formats import FORMATS
-from packed_kv.model_shape import BadInput, parse
+from packed_kv.model_shape import BadInput, bytes_per_token, parse
 from packed_kv.planning import cache, cards, config_file, measured
 from packed_kv.planning.plan import Target, assumptions
 from packed_kv.planning.plan import estimate as estimate_rows
@@ -117,6 +119,13 @@ LING = {
     "qk_rope_head_dim": 64, "v_head_dim": 128, "vocab_size": 1024,
 }  # fmt: skip
 """In the fields of Ling V2.5."""
+ALICE = {
+    "model_type": "alice_ai", "architectures": ["AliceAIForCausalLM"], "hidden_size": 1024, "intermediate_size": 2048,
+    "num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 128, "vocab_size": 1024,
+    "linear_num_key_heads": 8, "linear_num_value_heads": 8, "linear_key_head_dim": 128, "linear_value_head_dim": 128,
+    "linear_conv_kernel_dim": 4, "layer_types": ["linear_attention", "full_attention"] * 2,
+}  # fmt: skip
+"""In the fields of AliceAI: Kimi's delta attention by the names of Qwen3-Next's."""
 BESIDE_LATENTS = {
     "Kimi-Linear": (KIMI_LINEAR, FULL, 32, 4),
     "Ling V2.5": (LING, (4, 8), 8, 0),
@@ -141,6 +150,21 @@ def test_states_beside_latents_have_vllms_shapes(name: str, ranks: int) -> None:
     assert [layer.number + 1 for layer in found.layers if layer.rope_size == 64] == [*full]
     assert {layer.state_bytes for layer in found.layers if layer.kind == "state"} == {size}
     assert len(found.layers) == config["num_hidden_layers"]
+
+
+def test_states_of_delta_attention_by_other_names() -> None:
+    shapes = MambaStateShapeCalculator.kda_state_shape(2, 8, 128, conv_kernel_size=4)
+    dtypes = MambaStateDtypeCalculator.kda_state_dtype(torch.bfloat16, "auto")
+    size = sum(math.prod(shape) * dtype.itemsize for shape, dtype in zip(shapes, dtypes, strict=True))
+    assert {layer.state_bytes for layer in parse(ALICE, "Alice", 2).layers} == {0, size}
+
+
+def test_linear_attention_beside_softmax() -> None:
+    """MiniMax-Text-01's layers; MiniMax-M2 has the same list, of ones."""
+    config = {**SHAPE_8B, "attn_type_list": [1] * 36}
+    assert {layer.kind for layer in parse(config, "M2").layers} == {"full"}
+    with pytest.raises(BadInput, match="attn_type_list has layers of linear attention, as in MiniMax-Text-01"):
+        parse({**config, "attn_type_list": [0, 1] * 18}, "Text-01")
 
 
 @pytest.mark.parametrize(("dtype", "block"), [("bf16", 1920), ("fp8", 3840), ("tq4", 5504)])
@@ -463,8 +487,34 @@ def test_plot(shape_8b: str, tmp_path: Path, capsys: pytest.CaptureFixture[str])
     pytest.importorskip("matplotlib")
     assert main([shape_8b, "--gpu", "H200", "--plot", str(tmp_path / "plan.png")]) == 0
     assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
-    assert main([shape_8b, "--gpu", "H200", "--plot", str(tmp_path / "no" / "plan.png")]) == 2
-    assert "no/plan.png cannot be written" in capsys.readouterr().err
+    (tmp_path / "folder.png").mkdir()
+    cases = {
+        tmp_path / "no" / "plan.png": "cannot be written; name a file in a folder that is there",
+        tmp_path / "plan.jpeg": "is no PNG file; give one, such as plan.png",
+        tmp_path / "folder.png": "is no PNG file",
+    }
+    capsys.readouterr()
+    for file, said in cases.items():
+        assert main([shape_8b, "--gpu", "H200", "--plot", str(file)]) == 2
+        shown = capsys.readouterr()
+        assert f"--plot {file} {said}" in shown.err and not shown.out
+
+
+def test_a_plot_needs_matplotlib(shape_8b: str, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert main([shape_8b, "--gpu", "H200", "--plot", "plan.png"]) == 2
+    shown = capsys.readouterr()
+    assert "--plot needs matplotlib" in shown.err and not shown.out
+
+
+def test_a_file_that_is_not_ours_to_write(
+    shape_8b: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
+) -> None:
+    """Whoever runs the tests may write everything."""
+    pytest.importorskip("matplotlib")
+    monkeypatch.setattr(os, "access", lambda path, mode: path != tmp_path)
+    assert main([shape_8b, "--gpu", "H200", "--plot", str(tmp_path / "plan.png")]) == 2
+    assert "plan.png cannot be written" in capsys.readouterr().err
 
 
 BAD_CONFIGS = {
@@ -522,6 +572,14 @@ def test_a_config_that_cannot_be_planned(name: str, tmp_path: Path, capsys: pyte
         (("{8b}", "--gpu-memory", "12GiB"), "give a larger --gpu, --tensor-parallel N or --weights fp8"),
         (("{8b}", "--gpu", "H200", "--tensor-parallel", "5"), "--tensor-parallel 5 does not divide the 32"),
         (("{8b}", "--gpu", "H200", "--skip-layers", "40"), "--skip-layers 40: no attention layer of"),
+        (
+            ("{8b}", "--gpu", "H200", "--context", "1k", "--recent-tokens", "1025"),
+            "--recent-tokens 1,025 is more than the context of 1,024 tokens; give 0 to 1,024",
+        ),
+        (
+            ("{mistral}", "--gpu", "H200", "--recent-tokens", "4097"),
+            "--recent-tokens 4,097 is more than the sliding window of 4,096 tokens; give 0 to 4,096",
+        ),
         (("{8b}", "--gpu", "H200", "--skip-layers", "0,1"), "expected a whole number, got '0,1'"),
         (("{8b}", "--gpu", "H200", "--skip-layers", "model.layers.0"), "a whole number, got 'model.layers.0'"),
         (
@@ -530,6 +588,12 @@ def test_a_config_that_cannot_be_planned(name: str, tmp_path: Path, capsys: pyte
         ),
         (("{8b}", "--gpu", "H200", "--context", "long"), "expected a number of tokens, such as 32k, got 'long'"),
         (("{8b}", "--gpu-memory", "80 bananas"), "expected a size, such as 80GiB, got '80 bananas'"),
+        (("{8b}", "--gpu-memory", "80"), "expected a size of 1MiB or more, such as 80GiB, got '80': 80 bytes"),
+        (("{8b}", "--gpu", "H200", "--kv-cache-memory", "20"), "1MiB or more, such as 80GiB, got '20': 20 bytes"),
+        (
+            ("{8b}", "--gpu", "L4", "--kv-cache-memory", "80GiB"),
+            "--kv-cache-memory 80.0 GiB is more than the card's 22.5 GiB; give what one card has",
+        ),
         (("{8b}", "--gpu", "H200", "--users", "0"), "expected a whole number of at least 1, got '0'"),
         (("{8b}", "--gpu", "H200", "--weights", "fp7"), "expected a size, such as 80GiB, got 'fp7'"),
     ],
@@ -540,11 +604,11 @@ def test_bad_input_is_one_line(
     """A model that cannot be served is refused before what else is missing."""
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     falcon = {**json.loads((DEMO_MODEL / "config.json").read_text()), "architectures": ["FalconForCausalLM"]}
-    folder = tmp_path / "falcon"
-    folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(falcon))
+    paths = {"8b": shape_8b, "falcon": str(tmp_path / "falcon.json"), "mistral": str(tmp_path / "mistral.json")}
+    for name, config in (("falcon", falcon), ("mistral", {**SHAPE_8B, "sliding_window": 4096})):
+        Path(paths[name]).write_text(json.dumps(config))
     try:
-        code = main([argument.replace("{8b}", shape_8b).replace("{falcon}", str(folder)) for argument in arguments])
+        code = main([argument.format(**paths) for argument in arguments])
     except SystemExit as ended:
         code = ended.code
     assert code == 2
@@ -563,7 +627,7 @@ def test_kv_heads_that_ranks_do_not_share() -> None:
 def test_a_config_in_float32_is_served_in_bf16() -> None:
     plain, wide = ({**SHAPE_8B, "torch_dtype": dtype} for dtype in ("bfloat16", "float32"))
     bf16, found = parse(plain, "8B"), parse(wide, "8B")
-    assert found.dtype_bytes == bf16.dtype_bytes == 2
+    assert [bytes_per_token([(layer, "bf16") for layer in model.layers]) for model in (found, bf16)] == [147456] * 2
     assert weights(found, None, None).total == weights(bf16, None, None).total
 
 

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from packed_kv.commands import plan
 from packed_kv.formats import FORMATS
-from packed_kv.model_shape import DENSE, FP8, index_bytes, parse
-from packed_kv.planning.cache import Serving, bytes_per_token, capacity, recent_window
+from packed_kv.model_shape import DENSE, FP8, BadInput, index_bytes, parse
+from packed_kv.planning.cache import Serving, bytes_per_token, capacity, check_window, recent_window
 from packed_kv.refusals import refusals_of_model
 
 LATENTS = {
@@ -108,3 +109,10 @@ def test_sinks() -> None:
     for types in ([*HY4["layer_types"][:-1], "full_attention"], None):
         (refused,) = refusals_of_model({**HY4, "layer_types": types})
         assert "dense latent attention (MLA) with attention sinks: HYV4ForCausalLM" in refused.sentence("tq4")
+
+
+def test_a_recent_window_is_refused_as_an_engine_refuses_it() -> None:
+    for tokens in (None, 0):
+        check_window(shape(V32), replace(SERVING, recent_tokens=tokens))
+    with pytest.raises(BadInput, match=r"--recent-tokens 64 is not possible with sparse attention \(.*\); give 0"):
+        check_window(shape(V32), replace(SERVING, recent_tokens=64))

@@ -30,11 +30,16 @@ class Parser(argparse.ArgumentParser):
 
 
 def size(text: str) -> float:
-    """Bytes of `80GiB`, `80GB`, `80G` (GiB) or a plain number."""
+    """Bytes of `80GiB`, `80GB`, `80G` (GiB) or a plain number, of at least a MiB."""
     found = re.fullmatch(r"([\d.]+)\s*([a-zA-Z]*)", text)
     if not found or found[2].upper() not in SIZES:
         raise argparse.ArgumentTypeError(f"expected a size, such as 80GiB, got {text!r}")
-    return number(found[1]) * SIZES[found[2].upper()]
+    value = number(found[1]) * SIZES[found[2].upper()]
+    if value < SIZES["M"]:
+        raise argparse.ArgumentTypeError(
+            f"expected a size of 1MiB or more, such as 80GiB, got {text!r}: {value:g} bytes"
+        )
+    return value
 
 
 def tokens(text: str) -> int:

@@ -27,7 +27,7 @@ from ..kernels.cpu.compiler import BuildError, best_target, find_compiler
 from ..kernels.cuda import LATENT, LATENT_ROWS, latent_refusal, refusal
 from ..kernels.kernel_cache import cache_folder
 from ..model_shape import BadInput, Model, expanded_size, nested, parse
-from ..planning.config_file import load
+from ..planning.config_file import load, model_name
 from ..planning.plan import layers
 from ..refusals import LEAST_CAPABILITY, refusals_of_model, untried
 from .arguments import EXIT_BAD_INPUT, GIB, LONGEST_LINE, Parser, installed_vllm
@@ -83,7 +83,7 @@ def findings(options: argparse.Namespace) -> Iterator[Finding]:
             config, folder = load(options.model)
             refused = refusals_of_model(config, vllm=installed_vllm())
             if all(refusal.rule.option for refusal in refused):
-                model = parse(config, _name(options.model))
+                model = parse(config, model_name(options.model))
                 refused = refusals_of_model(config, model)
         except BadInput as error:
             yield Finding(False, str(error), is_bad_input=True)
@@ -95,7 +95,7 @@ def findings(options: argparse.Namespace) -> Iterator[Finding]:
                 if warning := untried(config):
                     yield Finding(True, f"{model.name}: {warning}")
             for refusal in refused:
-                name = printable(_name(options.model))
+                name = printable(model_name(options.model))
                 yield Finding(bool(refusal.rule.option), f"{name}: {refusal.sentence()}")
     has_torch, vllm = importlib.util.find_spec("torch") is not None, _vllm()
     if not has_torch:
@@ -107,11 +107,6 @@ def findings(options: argparse.Namespace) -> Iterator[Finding]:
     if model:
         yield _calibration(options.model, model, folder)
     yield from map(_tier, options.tiers)
-
-
-def _name(model: str) -> str:
-    """The last part of a model's name, or of the folder that it is."""
-    return Path(model).resolve().name if Path(model).exists() else Path(model).name
 
 
 def _python() -> Finding:

@@ -13,10 +13,10 @@ from ..formats import ROPE_BITS
 from ..json_file import printable
 from ..model_shape import BadInput, Config, Model, parse
 from ..planning import cards
-from ..planning.cache import Serving
-from ..planning.config_file import load
+from ..planning.cache import Serving, check_window
+from ..planning.config_file import load, model_name
 from ..planning.plan import Target, as_json, assumptions, cache_memory, estimate, recommend
-from ..planning.show import plot, table
+from ..planning.show import check_plot, plot, table
 from ..planning.weights import BITS, weights
 from ..refusals import Refusal, refusals_of_model, untried
 from .arguments import EXIT_BAD_INPUT, GIB, LONGEST_LINE, Parser, count, installed_vllm, number, size, tokens, whole
@@ -31,6 +31,8 @@ def main(arguments: Sequence[str] | None = None, prog: str = "packed-kv plan") -
     """The command. Returns its exit code: 0, or 2 for bad input."""
     options = parser(prog).parse_args(arguments)
     try:
+        if options.plot:
+            check_plot(options.plot)
         target, said = target_of(options)
         rows = estimate(target)
         if options.json:
@@ -91,8 +93,7 @@ def target_of(options: argparse.Namespace) -> tuple[Target, list[str]]:
     if not 0 < share <= 1:
         raise BadInput(f"--gpu-memory-utilization {share:g} must be between 0 and 1, such as 0.9")
     config, folder = load(options.model)
-    name = Path(options.model).resolve().name if Path(options.model).exists() else options.model
-    model, said = _servable(config, name, options)
+    model, said = _servable(config, model_name(options.model), options)
     if options.latent_rope_bits:
         model = model.with_rope_bits(options.latent_rope_bits)
     card = _card(options)
@@ -104,6 +105,9 @@ def target_of(options: argparse.Namespace) -> tuple[Target, list[str]]:
         said.append(f"--context {context:,} is more than the model's {model.max_len:,}")
     heavy = weights(model, options.weights, folder)
     memory = options.kv_cache_memory
+    if memory and card.memory and memory > card.memory:
+        asked, has = (f"{number / GIB:.1f} GiB" for number in (memory, card.memory))
+        raise BadInput(f"--kv-cache-memory {asked} is more than the card's {has}; give what one card has for its cache")
     if memory is None:
         memory = cache_memory(card, heavy, model.ranks, options.gpu_memory_utilization, RESERVE)
         share = f"{options.gpu_memory_utilization:g} of {card.memory / GIB:.1f} GiB"
@@ -112,6 +116,7 @@ def target_of(options: argparse.Namespace) -> tuple[Target, list[str]]:
     serving = Serving(
         context, options.recent_tokens, 2 * options.max_num_batched_tokens, frozenset(options.skip_layers)
     )
+    check_window(model, serving)
     return Target(model, serving, heavy, card, int(memory), options.users), said
 
 

@@ -173,5 +173,5 @@ def stored_and_dense(config: VllmConfig, fmt: Format) -> tuple[int, int]:
         DENSE if str(layer.number) in skipped or (layer.kind == "sliding" and "sliding_window" in skipped) else fmt.name
         for layer in model.layers
     ]
-    stored = bytes_per_token(zip(model.layers, dtypes, strict=True), model.dtype_bytes)
+    stored = bytes_per_token(zip(model.layers, dtypes, strict=True))
     return stored, bytes_per_token((layer, DENSE) for layer in model.layers)

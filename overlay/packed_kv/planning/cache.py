@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from ..facts import Cache, Engine, Facts, Latents, Pages
 from ..formats import FORMATS
 from ..layout import MICRO_BLOCK, RECENT_TOKENS, choose_ring_block
-from ..model_shape import DENSE, FP8, Layer, Model, recent_slot_bytes, slot_bytes
+from ..model_shape import DENSE, FP8, BadInput, Layer, Model, recent_slot_bytes, slot_bytes
 from ..model_shape import bytes_per_token as sum_over_layers
 from ..refusals import no_window, refuse
 
@@ -91,7 +91,7 @@ class Capacity:
 def bytes_per_token(model: Model, dtype: str, serving: Serving) -> int:
     """KV bytes of a token on one rank, as the engine's start-up line counts them."""
     layers = [(layer, dtype_of(dtype, layer, serving)) for layer in model.layers]
-    return sum_over_layers(layers, model.dtype_bytes)
+    return sum_over_layers(layers)
 
 
 def dtype_of(dtype: str, layer: Layer, serving: Serving) -> str:
@@ -110,9 +110,23 @@ def recent_window(model: Model, dtype: str, serving: Serving) -> tuple[int, str]
     )
     if reason := no_window(facts):
         return 0, reason
-    windows = [layer.window for layer in model.attention if layer.kind == "sliding"]
     tokens = RECENT_TOKENS if serving.recent_tokens is None else serving.recent_tokens
-    return min([tokens, serving.context, *windows]), ""
+    return min(tokens, longest_window(model, serving)), ""
+
+
+def longest_window(model: Model, serving: Serving) -> int:
+    """Most tokens that a recent window may have."""
+    return min([serving.context, *(layer.window for layer in model.attention if layer.kind == "sliding")])
+
+
+def check_window(model: Model, serving: Serving) -> None:
+    """Raise BadInput for recent tokens with which an engine would not start."""
+    asked, (_, reason) = serving.recent_tokens, recent_window(model, next(iter(FORMATS)), serving)
+    if asked and reason:
+        raise BadInput(f"--recent-tokens {asked:,} is not possible with {reason}; give 0")
+    if asked and asked > (most := longest_window(model, serving)):
+        what = "the context" if most == serving.context else "the sliding window"
+        raise BadInput(f"--recent-tokens {asked:,} is more than {what} of {most:,} tokens; give 0 to {most:,}")
 
 
 def capacity(model: Model, dtype: str, serving: Serving, memory: int) -> Capacity:
@@ -140,7 +154,7 @@ def _specs(model: Model, dtype: str, serving: Serving) -> list[Spec]:
             found.append(Spec("state", serving.context, shared_page, shape=size, states=layer.states))
         elif not layer.is_shared:
             name = dtype_of(dtype, layer, serving)
-            slot, block_size = slot_bytes(name, layer, model.dtype_bytes), attention_block
+            slot, block_size = slot_bytes(name, layer), attention_block
             page, shape = layer.kv_heads * slot * block_size, (layer.kv_heads, layer.head_size, slot)
             if layer.kind == "sliding" and serving.skip_layers and serving.on_gpu:
                 tokens = shared_page // (layer.kv_heads * slot)
@@ -168,10 +182,10 @@ def _block_and_page(model: Model, dtype: str, serving: Serving) -> tuple[int, in
     if model.picks_tokens and serving.on_gpu:
         block_size = max(block_size, INDEX_BLOCK)
     is_counted = layer.number not in serving.skip_layers or dtype not in FORMATS or not serving.on_gpu
-    token = layer.kv_heads * (slot_bytes(dtype, layer, model.dtype_bytes) if is_counted else 2 * layer.head_size)
+    token = layer.kv_heads * (slot_bytes(dtype, layer) if is_counted else 2 * layer.head_size)
     held = [max((layer.state_bytes for layer in model.layers if layer.kind == "state"), default=0)]
     if serving.skip_layers and serving.on_gpu:
-        held.append(MICRO_BLOCK * layer.kv_heads * slot_bytes(DENSE, layer, model.dtype_bytes))
+        held.append(MICRO_BLOCK * layer.kv_heads * slot_bytes(DENSE, layer))
     for page in held:
         block_size *= max(1, -(-page // (block_size * token)))
     return block_size, block_size * token
@@ -225,7 +239,7 @@ def _check_padding(model: Model, dtype: str, serving: Serving, groups: Sequence[
         if spec.kind == "state" or len(groups) == 1:
             continue
         heads, _, slot = spec.shape
-        if slot in {slot_bytes(dtype, layer, model.dtype_bytes) for layer in model.attention}:
+        if slot in {slot_bytes(dtype, layer) for layer in model.attention}:
             page = Pages(size=(spec.page, heads * slot * spec.block_size))
             refuse(Facts(Cache(skip_layers=_skipped(serving)), page), dtype)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import ssl
 from pathlib import Path
 from urllib.error import HTTPError, URLError
@@ -43,6 +44,15 @@ def load(source: str) -> tuple[Config, Path | None]:
     if not isinstance(config, dict):
         raise BadInput(f"{path} holds no object; give the folder of a Hugging Face model")
     return config, path.parent
+
+
+def model_name(source: str) -> str:
+    """Name of a model that `load` has read: of its folder, whatever that links to, or its id on the Hub."""
+    path = Path(source).expanduser()
+    if not path.exists():
+        return source
+    path = Path(os.path.abspath(path))
+    return path.parent.name if path.name == "config.json" else path.name
 
 
 def _from_hub(name: str) -> Path:

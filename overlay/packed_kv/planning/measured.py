@@ -68,7 +68,7 @@ def step_seconds(model: Model, dtype: str, serving: Serving, weights: Weights, r
             continue
         tokens = min(serving.context, layer.window) if layer.window else serving.context
         name = dtype_of(dtype, layer, serving)
-        read = tokens * slot_bytes(name, layer, model.dtype_bytes)
+        read = tokens * slot_bytes(name, layer)
         if name in FORMATS:
             read += window * recent_slot_bytes(layer)
         seconds += requests * layer.kv_heads * read / rate(name, card)

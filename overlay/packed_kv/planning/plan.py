@@ -11,7 +11,7 @@ from ..attention.routes import longest_fused
 from ..cache_scheme import said_of_cache
 from ..formats import FORMATS, ROPE_BITS
 from ..kernels.cuda import COLUMNS, HEAD_DIMS
-from ..model_shape import DENSE, FP8, BadInput, Model, nested, whole
+from ..model_shape import DENSE, FP8, MODEL_BYTES, BadInput, Model, nested, whole
 from ..refusals import Refused
 from .cache import DTYPES, INDEX_BLOCK, Serving, bytes_per_token, capacity, recent_window
 from .cards import Card
@@ -221,7 +221,7 @@ def decodes(model: Model, card: Card) -> str:
 def _folded_bytes(model: Model) -> int:
     """Bytes of one layer's up-projections from latents to K and V, in the model's dtype, on all ranks."""
     channels = sum(whole(model.config, name) for name in ("qk_nope_head_dim", "v_head_dim"))
-    return model.config["num_attention_heads"] * channels * whole(model.config, "kv_lora_rank") * model.dtype_bytes
+    return model.config["num_attention_heads"] * channels * whole(model.config, "kv_lora_rank") * MODEL_BYTES
 
 
 def layers(model: Model) -> str:

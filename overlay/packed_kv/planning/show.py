@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -49,12 +51,20 @@ def _both(calibrated: float | None, without: float | None, show: Callable[[float
     return shown[0] if calibrated == without else f"{shown[0]} ({shown[1]})"
 
 
+def check_plot(file: Path) -> None:
+    """Raise BadInput for a file that `plot` could not write."""
+    if importlib.util.find_spec("matplotlib") is None:
+        raise BadInput("--plot needs matplotlib; pip install 'packed-kv[plots]'")
+    if file.suffix.lower() != ".png" or file.is_dir():
+        raise BadInput(f"--plot {file} is no PNG file; give one, such as plan.png")
+    if not os.access(file if file.exists() else file.parent, os.W_OK):
+        raise BadInput(f"--plot {file} cannot be written; name a file in a folder that is there and yours to write")
+
+
 def plot(target: Target, file: Path) -> None:
     """Draw requests that fit against their context, a line a dtype, into `file` (PNG). Raises BadInput."""
-    try:
-        from matplotlib.figure import Figure
-    except ModuleNotFoundError as error:
-        raise BadInput("--plot needs matplotlib; pip install 'packed-kv[plots]'") from error
+    from matplotlib.figure import Figure
+
     longest = max(target.model.max_len, target.serving.context)
     contexts = [2**power for power in range(10, longest.bit_length()) if 2**power <= longest] or [longest]
     lines: dict[tuple[int, ...], list[str]] = {}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from ..config_defaults import EXPERT_INNER, EXPERTS, EXPERTS_PER_TOKEN, INNER, SHARED_EXPERTS
 from ..json_file import printable, read_json, shown
 from ..model_shape import (
     MODEL_BYTES,
@@ -62,9 +63,9 @@ def weights(model: Model, form: str | float | None, folder: Path | None) -> Weig
     share = min(1.0, _experts_per_token(model.config) / max(1, _experts(model.config)))
     bits, source = _bits(model.config, form if isinstance(form, str) else None)
     tables = 1 if model.config.get("tie_word_embeddings", True) else 2
-    dense = linear * bits / 8 + vocabulary * model.dtype_bytes  # of an input embedding a step reads a few rows
+    dense = linear * bits / 8 + vocabulary * MODEL_BYTES  # of an input embedding a step reads a few rows
     routed = experts * bits / 8
-    total = dense + routed + (tables - 1) * vocabulary * model.dtype_bytes
+    total = dense + routed + (tables - 1) * vocabulary * MODEL_BYTES
     again *= bits / 8
     known = form if isinstance(form, (int, float)) else _known(folder) if form is None else None
     if known:
@@ -187,7 +188,7 @@ def _mlp(config: Config, number: int, hidden: int) -> tuple[float, float]:
     if isinstance(config.get("intermediate_size"), list):
         inner = listed(config, "intermediate_size", of=int, least=layers)[number]
     else:
-        inner = whole(config, "intermediate_size", "ffn_hidden_size", "n_inner", "ffn_dim") or 4 * hidden
+        inner = whole(config, *INNER) or 4 * hidden
     matrices = (2 if word(config, "model_type") in PLAIN_MLP else 3) * hidden
     count = _experts(config)
     step = whole(config, "decoder_sparse_step", "interleave_moe_layer_step", "expert_layer_period") or 1
@@ -199,12 +200,12 @@ def _mlp(config: Config, number: int, hidden: int) -> tuple[float, float]:
         is_sparse = count > 1 and bool(listed(config, "moe_layer_freq", of=int, least=layers)[number])
     if not is_sparse:
         return matrices * (whole(config, "intermediate_size_mlp") or inner), 0
-    expert = whole(config, "moe_intermediate_size", "expert_hidden_dim", "expert_ffn_hidden_size") or inner
+    expert = whole(config, *EXPERT_INNER) or inner
     if word(config, "model_type").startswith("longcat_flash"):  # two dense ones beside the experts
         return 2 * matrices * inner + hidden * count, count * matrices * expert
     shared = whole(config, "shared_expert_intermediate_size", "shared_intermediate_size", "share_expert_dim")
     if not shared:
-        shared = whole(config, "n_shared_experts", "num_shared_experts", "moe_num_shared_experts") * expert
+        shared = whole(config, *SHARED_EXPERTS) * expert
     if config.get("model_type") == "llama4_text":
         shared = expert
     narrow = whole(config, "routed_expert_hidden_size")  # Kimi K3: experts read a projection
@@ -213,11 +214,8 @@ def _mlp(config: Config, number: int, hidden: int) -> tuple[float, float]:
 
 
 def _experts(config: Config) -> int:
-    return whole(config, "num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+    return whole(config, *EXPERTS)
 
 
 def _experts_per_token(config: Config) -> int:
-    return (
-        whole(config, "num_experts_per_tok", "moe_top_k", "moe_topk", "moe_k", "top_k_experts", "num_experts_per_token")
-        or 1
-    )
+    return whole(config, *EXPERTS_PER_TOKEN) or 1
