@@ -186,7 +186,7 @@ def with_kernels(row: Row, base: Row | None) -> str:
 LONG = {"requests": ("32", "128", "8"), "context": ("8192", "2048", "32768")}
 OURS = ("tq4", "turboquant35", "turboquant25")
 SHOWN = ("auto", "fp8", "tq4", "turboquant25")
-OTHERS = ("int4_per_token_head", "turboquant_4bit_nc")
+OTHERS = ("isoquant4", "isoquant3", "planarquant4", "planarquant3", "int4_per_token_head")
 ROPE_BITS = {"dtype": "ms, requests x context:", "rope_bits": "bits of RoPE"}
 FP8_CACHE = {"dtype": "fp8", "rope_bits": "16"}
 DRAFTS = {"drafts": "drafts", "dtype": "ms"}
@@ -262,7 +262,8 @@ SPECS: Mapping[str, Sequence[Spec]] = {
         Spec("speed-summary", "release/decode.csv", STEPS, STEP, CASE, LONG | {"dtype": ("auto", *OURS)}),
         Spec("steps", "release/decode.csv", STEPS, STEP, CASE, {"dtype": ("auto", "fp8", "tq4",
              "turboquant35", "tq3", "turboquant25")}),
-        Spec("steps-others", released("decode.csv", *OTHERS), STEPS, STEP, CASE, {"dtype": ("auto", *OTHERS)}),
+        Spec("steps-others", "release/decode.csv", STEPS, STEP, CASE, {"dtype": ("auto", *OTHERS)}),
+        Spec("steps-older", "decode.csv", STEPS, STEP, CASE, LONG | {"dtype": ("auto", "turboquant_4bit_nc")}),
         Spec("steps-h100", "release/h100/decode.csv", STEPS, STEP, CASE),
         Spec("prefill", "release/prefill.csv", {"dtype": "tokens/s, tokens:"}, TOKENS_S, ("tokens",)),
         Spec("prefill-h100", "release/h100/prefill.csv", {"dtype": "tokens/s, tokens:"}, TOKENS_S, ("tokens",)),
@@ -282,9 +283,6 @@ SPECS: Mapping[str, Sequence[Spec]] = {
         Spec("sparse-steps", "release/sparse.csv", ROPE_BITS, with_kernels, CASE, base=FP8_CACHE),
         Spec("sparse-prefill", "release/sparse_prefill.csv", ROPE_BITS | {"dtype": "tokens/s, tokens:"}, TOKENS_S,
              ("tokens",), base=FP8_CACHE),
-        Spec("sparse-kernels", "h100/sparse_kernels.csv", {"requests": "requests", "dtype": "ms", "engine": "engine"},
-             {"step": text("p50_ms"), "the host's launches": text("launch_ms"), "GPU busy": ratio("kernels_ms")},
-             base={"dtype": "fp8", "engine": "1"}),
         Spec("kimi-steps", "release/kimi_linear.csv", STEPS, with_kernels, CASE),
         Spec("tensor-parallel", {"tensor_parallel_one.csv": "", "tensor_parallel.csv": ""}, {"ranks": "GPUs",
              "dtype": "ms"}, STEP, CASE, prepare=list),
@@ -375,18 +373,18 @@ SPECS: Mapping[str, Sequence[Spec]] = {
 
 
 AGAIN = {
-    "steps-others": "others --dtypes int4_per_token_head turboquant_4bit_nc", "recent-window": "window0 window64",
+    "steps-older": "others --dtypes turboquant_4bit_nc", "recent-window": "window0 window64",
     "means": "unmeant means", "verify-shapes": "llama qwen glm", "gpt-oss": "gptoss",
 }  # fmt: skip
 """Table that has older rows -> the parts of release.py that make them again."""
 APART = {
-    "sparse-kernels": "several engines of a dtype", "tensor-parallel": "several GPUs", "cpu": "a CPU",
+    "tensor-parallel": "several GPUs", "cpu": "a CPU",
     "prefixes": "minutes of a server per dtype", "trace": "minutes of a server per dtype",
     "agents": "minutes of an engine per dtype", "reasoning": "minutes of an engine per dtype",
     "contexts": "needs host memory and a disk", "peers": "several GPUs",
 }  # fmt: skip
 """Table of docs/speed.md or docs/server.md -> why its rows are not the release's."""
-SEVERAL = ("steps-others", "verify-shapes", "tensor-parallel", "agents", "reasoning", "contexts")
+SEVERAL = ("steps-older", "verify-shapes", "tensor-parallel", "agents", "reasoning", "contexts")
 """Tables of these pages that may have rows of several commits or cards until their parts are measured again, or because
 each row is an engine of its own setting. All others have one commit, card and environment."""
 OLDER = "older"

@@ -46,7 +46,7 @@ def step() -> dict[str, object]:
     the slope of bf16 from 32 requests to 128 of a quarter of their tokens, `fixed_ms` what is left of its step, and
     `collective_ms` what is left of its step on two cards.
     """
-    rows = load("decode.csv")
+    rows = load("release/decode.csv")
     (made_by,) = {(row["gpu"], row["vllm"], row["commit"]) for row in rows if row["dtype"] == BASELINE}
     ms = {(row["dtype"], row["requests"], row["context"]): float(row["p50_ms"]) for row in rows}
     shape, serving = parse(MODEL_8B, "8B"), Serving(8192)
@@ -70,7 +70,7 @@ def step() -> dict[str, object]:
     left = float(two["p50_ms"]) - reading_ms(1, int(two["context"]), ranks=2) - fixed - request / 2
     gpu, vllm, commit = made_by
     return {
-        "source": f"benchmarks/results/decode.csv: one {gpu.removeprefix('NVIDIA ')}, vLLM {vllm}, 8B shape, "
+        "source": f"benchmarks/results/release/decode.csv: one {gpu.removeprefix('NVIDIA ')}, vLLM {vllm}, 8B shape, "
         f"commit {commit} (docs/commands.md)",
         "gpu": GPU, "fixed_ms": digits(fixed), "request_ms": digits(request),
         "collective_ms": digits(left / (2 * MODEL_8B["num_hidden_layers"])), "share": share,

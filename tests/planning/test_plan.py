@@ -228,10 +228,10 @@ def test_steps_are_within_15_percent_of_all_that_was_measured() -> None:
 def test_only_the_h100_of_the_table_reads_at_the_h200s_rates() -> None:
     """A bandwidth that is given counts, for bf16 and weights, too."""
     share, h200, h100 = measured.STEP["share"], cards.find("H200"), cards.find("H100")
-    assert measured.rate("turboquant25", h100) == share["turboquant25"] * h200.bandwidth
+    assert measured.rate("fp8", h100) == share["fp8"] * h200.bandwidth
     assert measured.rate("isoquant4", h100) == measured.rate("bf16", h100) == share["bf16"] * h100.bandwidth
     for name in ("H200", "H100"):
-        for dtype in ("bf16", "turboquant25"):
+        for dtype in ("bf16", "fp8"):
             assert measured.rate(dtype, replace(cards.find(name), bandwidth=8e12)) == share[dtype] * 8e12
 
 
@@ -246,7 +246,9 @@ def test_a_step_reads_the_ring_beside_the_pages() -> None:
 def test_the_estimate_gives_back_the_steps_that_it_is_made_of() -> None:
     """Those that benchmarks/plan_figures.py reads: the growth of each dtype's step from 1,024 to 8,192 tokens, bf16's
     steps of 32 and 128 requests, and its step on two cards."""
-    steps = {(row["dtype"], row["requests"], row["context"]): float(row["p50_ms"]) for row in rows("decode.csv")}
+    steps = {
+        (row["dtype"], row["requests"], row["context"]): float(row["p50_ms"]) for row in rows("release/decode.csv")
+    }
     case = {"ranks": "1", "recent_tokens": "0", "gpu": "H200", "requests": "32"}
     for dtype in measured.STEP["share"]:
         key = "auto" if dtype == "bf16" else dtype
