@@ -11,8 +11,10 @@ import json
 import math
 import os
 import re
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from typing import Any, NoReturn, TypeVar
 
 from .channel_calibration import UNCALIBRATED, ChannelCalibration
@@ -37,6 +39,21 @@ CODEBOOK_VERSION = "lloyd_beta_v1"
 """Names that files made for other TurboQuant caches carry. The file describes channels, whatever code stores them, so
 they are written and accepted as they are; other names mean a file that we do not know."""
 RECIPES = tuple(name for name, fmt in FORMATS.items() if fmt.outlier_bits)
+FIELDS = {
+    "the file": {
+        "version", "recipe", "head_size", "value_head_size", "kv_heads", "ropes", "layers", "transform_version",
+        "codebook_version", "model_name", "calibration",
+    },
+    "a layer": {
+        "key_high_precision_indices", "value_high_precision_indices", "key_channel_order", "value_channel_order",
+        "rope", "key_channel_mean_before_rope", "key_channel_mean", "key_first_token_mean", "key_channel_scale",
+        "value_channel_scale", "key_channel_rms", "value_channel_rms", "codebook",
+    },
+    "ropes": {"parameters", "interleaved", "frequencies"},
+}  # fmt: skip
+"""Fields by the object that has them, of all versions; a file of an older version may have a newer one's, which it
+ignores. No engine reads `model_name` and `calibration`, which are for people, the `*_rms`, which `tq-calibrate show`
+reads, and `codebook`, which another tool writes. `calibration` and a rope's `parameters` may have any field."""
 
 Row = TypeVar("Row")
 
@@ -192,6 +209,7 @@ def _calibration(path: str, content: Any) -> Calibration:
     if not isinstance(content, dict):
         raise _FaultError(f"expected a JSON object, got {shown(content)}")
     _check_version(content.get("version"))
+    _check_fields(content, "the file")
     for field, expected in (
         ("recipe", RECIPES),
         ("transform_version", (TRANSFORM_VERSION,)),
@@ -289,10 +307,18 @@ def _check_version(version: Any) -> None:
         raise _FaultError(f"version {shown(version)} is not supported (1 to {VERSION} are)")
 
 
+def _check_fields(found: dict[str, Any], where: str) -> None:
+    for name in found:
+        if name not in FIELDS[where]:
+            near = get_close_matches(name, FIELDS[where], 1)
+            raise _FaultError(f"{shown(name)} is no field of {where}{f' ({near[0]} is)' if near else ''}")
+
+
 def _layer(entry: Any, version: int, recipe: str, sizes: tuple[int, int], ropes: list[Rope]) -> LayerCalibration:
     """`sizes`: channels of a head of K and of V."""
     if not isinstance(entry, dict):
         raise _FaultError(f"expected an object, got {shown(entry)}")
+    _check_fields(entry, "a layer")
     count = FORMATS[recipe].outlier_channels(sizes[0])
     roles = tuple(zip(("key", "value"), sizes, strict=True))
     outliers = [_outliers(entry, f"{role}_high_precision_indices", recipe, size, count) for role, size in roles]
@@ -300,6 +326,8 @@ def _layer(entry: Any, version: int, recipe: str, sizes: tuple[int, int], ropes:
         raise _FaultError(f"lists {len(outliers[0])} heads of keys and {len(outliers[1])} of values")
     shapes = tuple((len(outliers[0]), size) for size in sizes)
     orders = [_order(entry, f"{role}_channel_order", shape) for (role, _), shape in zip(roles, shapes, strict=True)]
+    for (role, _), shape in zip(roles, shapes, strict=True):
+        _numbers(entry, f"{role}_channel_rms", shape, 0.0, sys.float_info.max)
     if version == 1:
         return LayerCalibration(*map(ChannelCalibration, outliers, orders))
     before = {"key_channel_mean_before_rope", "rope"} & {name for name, value in entry.items() if value is not None}
@@ -335,6 +363,7 @@ def _ropes(listed: Any, head_size: int) -> list[tuple[Rope, Parameters]]:
         raise _FaultError(f"ropes must be a list of objects, got {shown(listed)}")
     found = []
     for number, rope in enumerate(listed):
+        _check_fields(rope, "ropes")
         parameters, interleaved = rope.get("parameters"), rope.get("interleaved")
         if not isinstance(parameters, dict):
             raise _FaultError(f"ropes: parameters of entry {number} must be an object, got {shown(parameters)}")
