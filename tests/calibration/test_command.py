@@ -241,9 +241,13 @@ BAD_INPUT: dict[str, tuple[Callable[[Path], list[str]], str]] = {
     "head size": (bad_model(head_dim=80), "heads of 80 channels cannot be calibrated"),
     "vocabulary": (bad_model(vocab_size=100), "cannot be loaded"),
     "no text": (demo("--text", os.devnull), f"--text {os.devnull} has no text in it"),
-    "text is missing": (demo("--text", "FOLDER/none"), "cannot be read (No such file or directory)"),
+    "text is missing": (
+        demo("--text", "FOLDER/none", "--text", os.devnull),
+        "cannot be read (No such file or directory)",
+    ),
     "text is not text": (demo("--text", str(DEMO_MODEL / "model.safetensors")), "is not UTF-8 text"),
     "short text": (demo("--text", str(DEMO_MODEL / "README.md")), "fewer than --tokens 32,768"),
+    "tokens beyond memory": (demo("--tokens", "9" * 15), "fewer than --tokens 999,999,999,999,999"),
     "context of the model": (demo("--context", "999999999"), "is more than the 2,048 tokens that"),
     "context of the text": (
         demo("--tokens", "600", "--context", "700"),
@@ -268,7 +272,15 @@ def test_bad_input_is_told_in_one_line(name: str, tmp_path: Path, capsys: pytest
 
 
 @pytest.mark.parametrize(
-    "arguments", [["--tokens", "255"], ["--context", "31"], ["--batch-size", "0"], ["--recipe", "tq4"]]
+    "arguments",
+    [
+        ["--tokens", "255"],
+        ["--tokens", "9" * 16],
+        ["--context", "31"],
+        ["--batch-size", "0"],
+        ["--seed", "-1"],
+        ["--recipe", "tq4"],
+    ],
 )
 def test_numbers_out_of_range(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as exit_code:
