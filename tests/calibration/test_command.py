@@ -221,6 +221,10 @@ def demo(*options: str) -> Callable[[Path], list[str]]:
 
 BAD_INPUT: dict[str, tuple[Callable[[Path], list[str]], str]] = {
     "no model": (lambda folder: ["model", str(folder / "none")], "is not a model that transformers can read"),
+    "no Hub": (
+        lambda folder: ["model", "org/none"],
+        "org/none is neither a folder nor a file, and its config.json cannot",
+    ),
     "no config": (without("config.json"), "is not a model that transformers can read"),
     "no tokenizer": (without("tokenizer*"), "has no tokenizer that can be loaded"),
     "no weights": (without("*.safetensors"), "cannot be loaded"),
