@@ -97,10 +97,12 @@ REFUSED: dict[str, tuple[Change, str]] = {
         'layer 1: "key_chanel_mean" is no field of a layer (key_channel_mean is)',
     ),
     "head_size_of_a_layer": (set_in_layer(head_size=64), 'layer 1: "head_size" is no field of a layer'),
+    "name": (set_field(model_name=[1]), "model_name must be a text, got [1]"),
+    "calibration": (set_field(calibration=5), "calibration must be an object, got 5"),
     "sizes": (set_in_layer(key_channel_rms=[[0.0] * 64]), "layer 1: key_channel_rms lists 1 heads, key_high_precision"),
     "size": (
         set_in_layer(value_channel_rms=[[-1.0] * 64] * 2),
-        "layer 1: value_channel_rms: head 0, channel 0 must be a number from 0 to 1.79769e+308, got -1.0",
+        "layer 1: value_channel_rms: head 0, channel 0 must be a number from 0 to 1e+38, got -1.0",
     ),
     "layer_is_a_list": (lambda file: file["layers"].update({LAYER: []}), "layer 1: expected an object, got []"),
     "no_keys": (set_in_layer(**{KEYS: None}), f"layer 1: {KEYS} must be a list with a list of channels per KV head"),

@@ -11,7 +11,6 @@ import json
 import math
 import os
 import re
-import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -34,6 +33,8 @@ LARGEST_MEAN = 32768.0
 """Bound of a mean's magnitude: the codec clamps larger keys."""
 SCALE_BOUNDS = (1 / 1024, 1024.0)
 """Bounds of a channel's scale, those of the codec: kernels hold a rotation times its inverse in fp16."""
+LARGEST_SIZE = 1e38
+"""Bound of a channel's root mean square, so that its square is a float, too."""
 TRANSFORM_VERSION = "structured_hadamard_v1"
 CODEBOOK_VERSION = "lloyd_beta_v1"
 """Names that files made for other TurboQuant caches carry. The file describes channels, whatever code stores them, so
@@ -221,6 +222,9 @@ def _calibration(path: str, content: Any) -> Calibration:
         if isinstance(value, bool) or value not in expected:
             known = " or ".join(map(json.dumps, expected))
             raise _FaultError(f"{field} {shown(value)} is not supported ({known} is)")
+    for field, kind, words in (("model_name", str, "a text"), ("calibration", dict, "an object")):
+        if not isinstance(content.get(field), kind | None):
+            raise _FaultError(f"{field} must be {words}, got {shown(content[field])}")
     recipe: str = content["recipe"]
     head_size: Any = content.get("head_size")
     if type(head_size) is not int or not 0 < head_size <= LARGEST_HEAD_SIZE or head_size % HEAD_DIM_MULTIPLE:
@@ -327,7 +331,7 @@ def _layer(entry: Any, version: int, recipe: str, sizes: tuple[int, int], ropes:
     shapes = tuple((len(outliers[0]), size) for size in sizes)
     orders = [_order(entry, f"{role}_channel_order", shape) for (role, _), shape in zip(roles, shapes, strict=True)]
     for (role, _), shape in zip(roles, shapes, strict=True):
-        _numbers(entry, f"{role}_channel_rms", shape, 0.0, sys.float_info.max)
+        _numbers(entry, f"{role}_channel_rms", shape, 0.0, LARGEST_SIZE)
     if version == 1:
         return LayerCalibration(*map(ChannelCalibration, outliers, orders))
     before = {"key_channel_mean_before_rope", "rope"} & {name for name, value in entry.items() if value is not None}
