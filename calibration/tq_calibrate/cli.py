@@ -116,6 +116,9 @@ def _check_engine(parser: argparse.ArgumentParser, options: argparse.Namespace) 
         parser.error("--batch-size is for transformers; vLLM runs one sequence at a time")
     if options.engine != "vllm" and "--engine-options" in given:
         parser.error("--engine-options are vLLM's; give --engine vllm, too")
+    for name, ours in {"model": "MODEL", "max_model_len": "--context"}.items():
+        if name in (options.engine_options or {}):
+            parser.error(f"--engine-options: {ours} sets {name}; leave it out")
     for name, default in OF_A_RUN.items():
         if getattr(options, name) is None:
             setattr(options, name, default)

@@ -137,6 +137,10 @@ def test_sequences_that_vllm_did_not_run_as_they_are_are_refused(tokens: int, pa
         (["--weights-only", "--text", "a", "--device", "auto", "--seed", "0"], "leave --text, --device, --seed out"),
         (["--engine", "vllm", "--device", "cpu"], "--device cpu is for transformers"),
         (["--engine", "vllm", "--batch-size", "4"], "--batch-size is for transformers"),
+        (
+            ["--engine", "vllm", "--engine-options", '{"max_model_len": 64}'],
+            "--engine-options: --context sets max_model_len; leave it out",
+        ),
         (["--engine-options", '{"seed": 1}'], "--engine-options are vLLM's; give --engine vllm"),
         (["--engine", "vllm", "--engine-options", "[]"], "expected a JSON object, got '[]'"),
         (["--engine", "llama.cpp"], "invalid choice: 'llama.cpp'"),
