@@ -347,8 +347,9 @@ def check_writable(folder: Path, option: str) -> None:
 def check_results(options: argparse.Namespace) -> None:
     """Raise BadInput if results could not be written."""
     if emit := getattr(options, "emit", None):
-        if emit.is_dir():
-            raise BadInput(f"--emit: {emit} is a folder; give a file")
+        if emit.exists() and not emit.is_file():
+            what = "a folder" if emit.is_dir() else "not a regular file"
+            raise BadInput(f"--emit: {emit} is {what}; give a file")
         check_writable(emit.parent, "--emit")
     check_writable(options.output, "--output")
 

@@ -159,7 +159,10 @@ def test_check_and_show(calibrated: Path, tmp_path: Path, capsys: pytest.Capture
 
 
 def test_a_file_of_another_tool_is_shown_and_checked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = write(tmp_path, content())
+    file = content()
+    for entry in file["layers"].values():
+        entry |= {"key_channel_rms": None, "value_channel_rms": None}
+    path = write(tmp_path, file)
     assert main(["check", str(path)]) == main(["show", str(path)]) == 0
     assert "2 layers, 2 KV heads of 64 channels" in capsys.readouterr().out
     assert main(["report", str(path), "--out", str(tmp_path / "report")]) == 2
@@ -261,6 +264,10 @@ BAD_INPUT: dict[str, tuple[Callable[[Path], list[str]], str]] = {
     "unknown device": (demo("--device", "abacus"), "--device abacus is not there"),
     "no folder": (demo("--out", "FOLDER/none/file.json"), "cannot be written (No such file or directory)"),
     "out is a folder": (demo("--out", "FOLDER"), "is a folder; name a file in it"),
+    "out is no file": (
+        lambda folder: [os.mkfifo(folder / "x"), *demo("--out", "FOLDER/x")(folder)][1:],
+        "is not a reg",
+    ),
     "no permission": (demo("--out", "/proc/file.json"), "cannot be written"),
     "unsound file": (lambda folder: ["check", str(write(folder, "{}"))], "version null is not supported"),
     "missing file": (lambda folder: ["show", str(folder / "none.json")], "cannot be read"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import csv
 import json
+import os
 import re
 import shutil
 import sys
@@ -240,6 +241,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     folder = tmp_path_factory.mktemp("files")
     (folder / "short.txt").write_text("A few words.")
     (folder / "no.safetensors").write_text("no")
+    os.mkfifo(folder / "fifo")
     written(folder / "other.safetensors")
     for name, file in {"rope": content(layers=6, head_size=128, version=3, theta=5.0), "sizes": content(6)}.items():
         (folder / f"{name}.json").write_text(json.dumps(file))
@@ -275,6 +277,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         (["--output", "{no}"], "no.safetensors is a file; give another"),
         (["--emit", "{no}/deeper/x"], "no.safetensors is a file; give another"),
         (["--emit", "."], "--emit: . is a folder; give a file"),
+        (["--emit", "{fifo}"], "fifo is not a regular file; give a file"),
         (["--calibration", "{no}", "--additional-config", '{"packed_kv": {"calibration": "x"}}'], "both name a calib"),
         (["--calibration", "{no}"], "no.safetensors: is not JSON"),
         (["--calibration", "{rope}"], "made for another RoPE"),
