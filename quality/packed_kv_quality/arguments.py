@@ -36,6 +36,8 @@ LEAST = {
     "tokens": 1, "greedy": 0, "tasks": 0, "drafts": 0, "batched_tokens": 1, "seed": 0,
 }  # fmt: skip
 """Least sensible values of the options that are numbers."""
+MOST = {"facts": 10_000, "tasks": 10_000}
+"""Largest values: prompts of each length, all made before an engine starts."""
 OF_RECALL: dict[str, Any] = {
     "lengths": [], "depths": [*DEPTHS], "facts": FACTS, "recall_chunk": RECALL_CHUNK, "prompts": "auto", "seed": 0,
 }  # fmt: skip
@@ -326,6 +328,9 @@ def check_numbers(options: argparse.Namespace) -> None:
         value = getattr(options, name, None)
         if value is not None and value < least:
             raise BadInput(f"--{name.replace('_', '-')} must be {least} or more, got {value}")
+    for name, most in MOST.items():
+        if getattr(options, name, 0) > most:
+            raise BadInput(f"--{name} must be {most:,} at most, got {getattr(options, name):,}")
     if min(getattr(options, "lengths", None) or [1]) < 1:
         raise BadInput(f"--lengths must be 1 or more, got {min(options.lengths)}")
     depths = getattr(options, "depths", [])

@@ -290,6 +290,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         (["--baseline", "{other}", "--top-k", "10"], "--top-k is for a baseline that is made"),
         (["--top-k", "4096"], "--top-k must be less than the vocabulary, 4,096, got 4,096"),
         (["--skip-recall", "--facts", "2", "--seed", "0"], "measures no recall; leave --facts, --seed out"),
+        (["--facts", "10001"], "--facts must be 10,000 at most, got 10,001"),
         (["--seed", "-1"], "--seed must be 0 or more, got -1"),
         (["--context", "2"], "--context must be 3 or more, got 2"),
         (["--text", "nowhere.txt", "--text", "{short}"], "nowhere.txt does not exist"),
