@@ -228,9 +228,10 @@ def test_means_scales_and_ropes_that_are_refused(version: int, what: str, tmp_pa
         ('{"version": 1,\n', "is not JSON (Expecting property name"),
         ("", "is not JSON (Expecting value: line 1"),
         ("[1]", "expected a JSON object, got [1]"),
+        ('{"layers": {"a": 1, "a": 2}}', 'is not JSON ("a" is there twice)'),
         ("[" * 100000, "is not JSON (maximum recursion depth"),
     ],
-    ids=["cut", "empty", "list", "deep"],
+    ids=["cut", "empty", "list", "twice", "deep"],
 )
 def test_refused_text(text: str, words: str, tmp_path: Path) -> None:
     assert words in refusal(write(tmp_path, text))

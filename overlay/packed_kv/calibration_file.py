@@ -189,7 +189,7 @@ def load(path: str | os.PathLike[str]) -> Calibration:
 @functools.lru_cache(maxsize=4)
 def _load(path: str, _mtime_ns: int, _size: int) -> Calibration:
     try:
-        content = read_json(path)
+        content = read_json(path, once=True)
     except ValueError as error:
         _refuse(path, str(error))
     try:
