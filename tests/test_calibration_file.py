@@ -90,6 +90,20 @@ REFUSED: dict[str, tuple[Change, str]] = {
     "layers_are_empty": (set_field(layers={}), "layers must be an object with an entry per layer, got {}"),
     "layer_name": (rename("model.layers.one\n.self_attn"), r'layer name "model.layers.one\n.self_attn" is not model'),
     "layer_twice": (rename("model.layers.0.self_attn.attn"), "layer 0 is listed twice"),
+    "field": (set_field(head_sizes=64), '"head_sizes" is no field of the file (head_size is)'),
+    "field_of_another_kind": (set_field(head_budgets=None), '"head_budgets" is no field of the file'),
+    "field_of_a_layer": (
+        set_in_layer(key_chanel_mean=[]),
+        'layer 1: "key_chanel_mean" is no field of a layer (key_channel_mean is)',
+    ),
+    "head_size_of_a_layer": (set_in_layer(head_size=64), 'layer 1: "head_size" is no field of a layer'),
+    "name": (set_field(model_name=[1]), "model_name must be a text, got [1]"),
+    "calibration": (set_field(calibration=5), "calibration must be an object, got 5"),
+    "sizes": (set_in_layer(key_channel_rms=[[0.0] * 64]), "layer 1: key_channel_rms lists 1 heads, key_high_precision"),
+    "size": (
+        set_in_layer(value_channel_rms=[[-1.0] * 64] * 2),
+        "layer 1: value_channel_rms: head 0, channel 0 must be a number from 0 to 1e+38, got -1.0",
+    ),
     "layer_is_a_list": (lambda file: file["layers"].update({LAYER: []}), "layer 1: expected an object, got []"),
     "no_keys": (set_in_layer(**{KEYS: None}), f"layer 1: {KEYS} must be a list with a list of channels per KV head"),
     "no_heads": (set_in_layer(**{VALUES: []}), f"layer 1: {VALUES} must be a list with a list of channels per KV head"),
@@ -159,6 +173,7 @@ ROPES_REFUSED: dict[str, tuple[Change, str]] = {
     "index_bool": (set_in_layer(rope=False), "rope must be an index of the 1 entries of ropes, got false"),
     "no_ropes": (drop("ropes"), "layer 0: rope must be an index of the 0 entries of ropes, got 0"),
     "ropes": (set_field(ropes={}), "ropes must be a list of objects, got {}"),
+    "field": (set_rope(interleave=True), '"interleave" is no field of ropes (interleaved is)'),
     "entry": (set_field(ropes=["yarn"]), 'ropes must be a list of objects, got ["yarn"]'),
     "parameters": (set_rope(parameters=None), "ropes: parameters of entry 0 must be an object, got null"),
     "interleaved": (set_rope(interleaved=1), "ropes: interleaved of entry 0 must be true or false, got 1"),
@@ -213,9 +228,10 @@ def test_means_scales_and_ropes_that_are_refused(version: int, what: str, tmp_pa
         ('{"version": 1,\n', "is not JSON (Expecting property name"),
         ("", "is not JSON (Expecting value: line 1"),
         ("[1]", "expected a JSON object, got [1]"),
+        ('{"layers": {"a": 1, "a": 2}}', 'is not JSON ("a" is there twice)'),
         ("[" * 100000, "is not JSON (maximum recursion depth"),
     ],
-    ids=["cut", "empty", "list", "deep"],
+    ids=["cut", "empty", "list", "twice", "deep"],
 )
 def test_refused_text(text: str, words: str, tmp_path: Path) -> None:
     assert words in refusal(write(tmp_path, text))
@@ -302,12 +318,12 @@ def test_another_rope(tmp_path: Path) -> None:
 
 
 def test_files_of_others(tmp_path: Path) -> None:
-    """No orders, no versions of transform and codebook, fields that we do not know, other spellings of a layer."""
+    """No orders, no versions of transform and codebook, a field of another tool, other spellings of a layer."""
     file = content(1)
     entry = file["layers"].pop("model.layers.0.self_attn")
     bare = {field: entry[field] for field in OUTLIERS}
     names = ("model.layers.0.self_attn.attn", "language_model.model.layers.7.self_attn", "layers.12.self_attn")
-    file |= {"layers": {name: bare | {"codebook": None} for name in names}, "head_budgets": None}
+    file["layers"] = {name: bare | {"codebook": {"levels": 8}} for name in names}
     for field in ("transform_version", "codebook_version", "model_name", "calibration"):
         del file[field]
     layers = load(write(tmp_path, file)).layers
@@ -387,7 +403,7 @@ def test_a_layer_that_is_not_split_has_all_heads() -> None:
 
 
 BEYOND_SCHEMA = {
-    "one_head_less", "other_heads", "too_large", "order_of_heads", "unsorted", "layer_twice", "fewer_values",
+    "one_head_less", "other_heads", "too_large", "order_of_heads", "unsorted", "layer_twice", "fewer_values", "sizes",
 }  # fmt: skip
 """Refusals that a schema cannot state."""
 NUMBERS_BEYOND_SCHEMA = {"heads", "channels", "mean_nan", "scale_nan", "first_alone"}
@@ -407,6 +423,12 @@ def schema():
 @pytest.mark.parametrize("version", [1, 2, 3])
 def test_schema_accepts(version: int, schema) -> None:
     assert schema.is_valid(content(version=version))
+
+
+def test_schema_has_the_fields_that_are_read(schema) -> None:
+    of_file = schema.schema
+    parts = of_file, of_file["$defs"]["layer"], of_file["properties"]["ropes"]["items"]
+    assert [set(part["properties"]) for part in parts] == [*outliers.FIELDS.values()]
 
 
 @pytest.mark.parametrize("what", REFUSED)

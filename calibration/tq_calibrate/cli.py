@@ -10,6 +10,7 @@ import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from packed_kv.calibration_file import FILE_NAME, RECIPES, CalibrationError, load
 from packed_kv.commands.arguments import EXIT_BAD_INPUT, LONGEST_LINE, Parser
@@ -20,6 +21,11 @@ from .errors import UserError
 from .text import LEAST_CONTEXT, LEAST_TOKENS
 
 ENGINES = ("transformers", "vllm")
+OF_A_RUN: dict[str, Any] = {
+    "engine": None, "text": [], "tokens": 32768, "engine_options": {}, "batch_size": 4, "device": "auto",
+    "dtype": "auto", "seed": 0,
+}  # fmt: skip
+"""Options of `model` that have no effect where no model runs, and their defaults."""
 EXIT_INTERRUPTED = 130
 PR_SET_PDEATHSIG = 1
 """Constant of Linux's <sys/prctl.h>."""
@@ -58,24 +64,24 @@ def parser(prog: str = "tq-calibrate") -> argparse.ArgumentParser:
 
     model = commands.add_parser("model", help="run a model over text and write its calibration file")
     model.add_argument("model", metavar="MODEL", help="folder or id of a Hugging Face causal LM")
-    model.add_argument("--text", nargs="+", default=[], metavar="FILE",
+    model.add_argument("--text", nargs="+", action="extend", metavar="FILE",
                        help="UTF-8 text (default: Python's help topics)")  # fmt: skip
-    model.add_argument("--tokens", type=_tokens, default=32768, metavar="N", help="tokens to run (default 32768)")
+    model.add_argument("--tokens", type=_tokens, metavar="N", help="tokens to run (default 32768)")
     model.add_argument("--context", type=_context, metavar="N",
                        help="tokens per sequence (default 2048, or the model's limit if less)")  # fmt: skip
     model.add_argument("--engine", choices=ENGINES,
                        help="what runs the model (default: transformers, or vllm if that cannot load it)")  # fmt: skip
-    model.add_argument("--engine-options", type=_object, default={}, metavar="JSON",
+    model.add_argument("--engine-options", type=_object, metavar="JSON",
                        help='for --engine vllm: arguments of its LLM, such as {"tensor_parallel_size": 2}')  # fmt: skip
-    model.add_argument("--batch-size", type=_positive, default=4, metavar="N",
+    model.add_argument("--batch-size", type=_positive, metavar="N",
                        help="sequences at once (default 4; with vllm 1)")  # fmt: skip
-    model.add_argument("--device", default="auto",
+    model.add_argument("--device",
                        help="cpu, cuda or cuda:N (default: cuda if there is one); not with vllm")  # fmt: skip
-    model.add_argument("--dtype", choices=("auto", "float32", "bfloat16", "float16"), default="auto",
+    model.add_argument("--dtype", choices=("auto", "float32", "bfloat16", "float16"),
                        help="dtype of the model (default: float32 on a CPU, else the checkpoint's)")  # fmt: skip
     model.add_argument("--recipe", choices=RECIPES, default=RECIPES[-1],
                        help=f"dtype named in the file, which serves all dtypes (default {RECIPES[-1]})")  # fmt: skip
-    model.add_argument("--seed", type=int, default=0, metavar="N",
+    model.add_argument("--seed", type=_seed, metavar="N",
                        help="seed that chooses the parts of the text (default 0)")  # fmt: skip
     model.add_argument("--out", type=Path, metavar="FILE", help=f"default: {FILE_NAME} in the model's folder")
     model.add_argument("--weights-only", action="store_true",
@@ -100,13 +106,22 @@ def parser(prog: str = "tq-calibrate") -> argparse.ArgumentParser:
 
 
 def _check_engine(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
-    """Exit with code 2 if options of `model` exclude each other."""
-    if options.engine == "vllm" and options.weights_only:
-        parser.error("--weights-only runs no engine; leave --engine vllm out")
-    if options.engine == "vllm" and options.device != "auto":
+    """Exit with code 2 if options of `model` exclude each other. Set the defaults of those that are not given."""
+    given = [f"--{name.replace('_', '-')}" for name in OF_A_RUN if getattr(options, name) is not None]
+    if options.weights_only and given:
+        parser.error(f"--weights-only runs no engine; leave {', '.join(given)} out")
+    if options.engine == "vllm" and "--device" in given:
         parser.error(f"--device {options.device} is for transformers; CUDA_VISIBLE_DEVICES tells vLLM which GPUs")
-    if options.engine != "vllm" and options.engine_options:
+    if options.engine == "vllm" and "--batch-size" in given:
+        parser.error("--batch-size is for transformers; vLLM runs one sequence at a time")
+    if options.engine != "vllm" and "--engine-options" in given:
         parser.error("--engine-options are vLLM's; give --engine vllm, too")
+    for name, ours in {"model": "MODEL", "max_model_len": "--context"}.items():
+        if name in (options.engine_options or {}):
+            parser.error(f"--engine-options: {ours} sets {name}; leave it out")
+    for name, default in OF_A_RUN.items():
+        if getattr(options, name) is None:
+            setattr(options, name, default)
 
 
 # The commands import what they need: `check` and `--help` answer without loading torch.
@@ -176,7 +191,11 @@ def _context(text: str) -> int:
     return _at_least(LEAST_CONTEXT, text)
 
 
+def _seed(text: str) -> int:
+    return _at_least(0, text)
+
+
 def _at_least(least: int, text: str) -> int:
-    if not text.isascii() or not text.isdigit() or int(text) < least:
+    if not (text.isascii() and text.isdigit() and len(text) <= 15) or int(text) < least:
         raise argparse.ArgumentTypeError(f"expected a whole number of at least {least}, got {text!r}")
     return int(text)

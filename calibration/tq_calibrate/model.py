@@ -6,6 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from packed_kv.model_shape import BadInput
+from packed_kv.planning import config_file
+
 from .errors import UnsupportedError, UserError, differ, first_line
 from .latents import rank_of
 
@@ -41,6 +44,7 @@ def load_config(model: str) -> PretrainedConfig:
     """The configuration of a model. Raises UserError, also for an architecture without per-head K and V."""
     from transformers import AutoConfig
 
+    _check_reachable(model)
     try:
         config = AutoConfig.from_pretrained(model)
     except LOAD_ERRORS as error:
@@ -66,6 +70,18 @@ def load_config(model: str) -> PretrainedConfig:
     if not getattr(text, "num_attention_heads", None):
         raise UserError(f"{model}: {config.model_type} has no attention, so no K and V to calibrate")
     return config
+
+
+def _check_reachable(model: str) -> None:
+    """Raise UserError for a model of a Hub that does not answer: transformers would try for half a minute."""
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    if not Path(model).exists():
+        try:
+            config_file.load(model)
+        except BadInput as error:
+            if isinstance(error.__cause__, LocalEntryNotFoundError):  # of all else transformers says why
+                raise UserError(str(error)) from error
 
 
 def model_folder(model: str) -> Path:

@@ -37,7 +37,7 @@ def report(path: str, folder: Path) -> Path:
         raise UserError("matplotlib is missing, which draws the report; pip install 'packed-kv[plots]'") from error
     calibration, content = read(path)
     entries = dict(sorted(zip(calibration.layers, content["layers"].values(), strict=True)))
-    if any(f"{role}_channel_rms" not in entry for entry in entries.values() for role in ROLES):
+    if any(not entry.get(f"{role}_channel_rms") for entry in entries.values() for role in ROLES):
         raise UserError(f"{path} has no energies of channels; make a new file with: tq-calibrate model MODEL")
     digits = len(str(max(entries)))
     try:

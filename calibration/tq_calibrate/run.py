@@ -63,8 +63,9 @@ def _observe_by_an_engine(options: argparse.Namespace) -> tuple[Path, Statistics
                 options, TransformersModel(options.model, options.dtype, options.device, options.batch_size)
             )
         except UnsupportedError as error:
-            if options.engine or find_spec("vllm") is None:
-                raise UserError(f"{error}; vLLM may load it: --engine vllm") from error
+            if options.engine or options.device != "auto" or find_spec("vllm") is None:
+                without = "" if options.device == "auto" else f" without --device {options.device}"
+                raise UserError(f"{error}; vLLM may load it: --engine vllm{without}") from error
             print(f"{error}, so vLLM runs it", file=sys.stderr)
     from .vllm_engine import VllmModel
 

@@ -38,7 +38,7 @@ def summary(path: str) -> str:
         *(f"  {name}: {value}" for name, value in (content.get("calibration") or {}).items()),
     ]
     entries = list(content["layers"].values())
-    if all(f"{role}_channel_rms" in entry for entry in entries for role in ROLES):
+    if all(entry.get(f"{role}_channel_rms") for entry in entries for role in ROLES):
         lines.append(
             "\n                 as turboquant stores them:\n"
             "        energy   largest / median rms   energy in outlier channels\n"

@@ -68,8 +68,9 @@ def token_sequences(
     starts = list(range(0, len(text), PIECE))
     random.Random(seed).shuffle(starts)
     before, ids = _prefix(tokenizer), []
-    lengths = [length] * (tokens // length) + [tokens % length] * (tokens % length > len(before))
-    needed = sum(lengths) - len(lengths) * len(before)
+    whole, rest = divmod(tokens, length)
+    has_rest = rest > len(before)
+    needed = whole * (length - len(before)) + has_rest * (rest - len(before))
     for start in starts:
         ids += tokenizer.encode(text[start : start + PIECE], add_special_tokens=False)
         if len(ids) >= behind + needed:
@@ -80,7 +81,7 @@ def token_sequences(
             f"(at least {LEAST_TOKENS})"
         )
     sequences, at = [], behind
-    for size in lengths:
+    for size in [length] * whole + [rest] * has_rest:
         sequences.append(before + ids[at : at + size - len(before)])
         at += size - len(before)
     return sequences

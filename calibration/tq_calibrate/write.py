@@ -84,9 +84,11 @@ def write_file(path: Path, content: dict[str, Any]) -> None:
 
 
 def check_writable(path: Path) -> None:
-    """Raise UserError if `write_file` would have no permission."""
+    """Raise UserError if `write_file` would have no permission, or replace what is no file, such as a device."""
     if path.is_dir():
         raise UserError(f"--out {path} is a folder; name a file in it")
+    if path.exists() and not path.is_file():
+        raise UserError(f"--out {path} is not a regular file; name another")
     try:
         with _beside(path):
             pass

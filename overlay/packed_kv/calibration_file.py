@@ -13,6 +13,7 @@ import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from typing import Any, NoReturn, TypeVar
 
 from .channel_calibration import UNCALIBRATED, ChannelCalibration
@@ -32,11 +33,28 @@ LARGEST_MEAN = 32768.0
 """Bound of a mean's magnitude: the codec clamps larger keys."""
 SCALE_BOUNDS = (1 / 1024, 1024.0)
 """Bounds of a channel's scale, those of the codec: kernels hold a rotation times its inverse in fp16."""
+LARGEST_SIZE = 1e38
+"""Bound of a channel's root mean square, so that its square is a float, too."""
 TRANSFORM_VERSION = "structured_hadamard_v1"
 CODEBOOK_VERSION = "lloyd_beta_v1"
 """Names that files made for other TurboQuant caches carry. The file describes channels, whatever code stores them, so
 they are written and accepted as they are; other names mean a file that we do not know."""
 RECIPES = tuple(name for name, fmt in FORMATS.items() if fmt.outlier_bits)
+FIELDS = {
+    "the file": {
+        "version", "recipe", "head_size", "value_head_size", "kv_heads", "ropes", "layers", "transform_version",
+        "codebook_version", "model_name", "calibration",
+    },
+    "a layer": {
+        "key_high_precision_indices", "value_high_precision_indices", "key_channel_order", "value_channel_order",
+        "rope", "key_channel_mean_before_rope", "key_channel_mean", "key_first_token_mean", "key_channel_scale",
+        "value_channel_scale", "key_channel_rms", "value_channel_rms", "codebook",
+    },
+    "ropes": {"parameters", "interleaved", "frequencies"},
+}  # fmt: skip
+"""Fields by the object that has them, of all versions; a file of an older version may have a newer one's, which it
+ignores. No engine reads `model_name` and `calibration`, which are for people, the `*_rms`, which `tq-calibrate show`
+reads, and `codebook`, which another tool writes. `calibration` and a rope's `parameters` may have any field."""
 
 Row = TypeVar("Row")
 
@@ -171,7 +189,7 @@ def load(path: str | os.PathLike[str]) -> Calibration:
 @functools.lru_cache(maxsize=4)
 def _load(path: str, _mtime_ns: int, _size: int) -> Calibration:
     try:
-        content = read_json(path)
+        content = read_json(path, once=True)
     except ValueError as error:
         _refuse(path, str(error))
     try:
@@ -192,6 +210,7 @@ def _calibration(path: str, content: Any) -> Calibration:
     if not isinstance(content, dict):
         raise _FaultError(f"expected a JSON object, got {shown(content)}")
     _check_version(content.get("version"))
+    _check_fields(content, "the file")
     for field, expected in (
         ("recipe", RECIPES),
         ("transform_version", (TRANSFORM_VERSION,)),
@@ -203,6 +222,9 @@ def _calibration(path: str, content: Any) -> Calibration:
         if isinstance(value, bool) or value not in expected:
             known = " or ".join(map(json.dumps, expected))
             raise _FaultError(f"{field} {shown(value)} is not supported ({known} is)")
+    for field, kind, words in (("model_name", str, "a text"), ("calibration", dict, "an object")):
+        if not isinstance(content.get(field), kind | None):
+            raise _FaultError(f"{field} must be {words}, got {shown(content[field])}")
     recipe: str = content["recipe"]
     head_size: Any = content.get("head_size")
     if type(head_size) is not int or not 0 < head_size <= LARGEST_HEAD_SIZE or head_size % HEAD_DIM_MULTIPLE:
@@ -289,10 +311,18 @@ def _check_version(version: Any) -> None:
         raise _FaultError(f"version {shown(version)} is not supported (1 to {VERSION} are)")
 
 
+def _check_fields(found: dict[str, Any], where: str) -> None:
+    for name in found:
+        if name not in FIELDS[where]:
+            near = get_close_matches(name, FIELDS[where], 1)
+            raise _FaultError(f"{shown(name)} is no field of {where}{f' ({near[0]} is)' if near else ''}")
+
+
 def _layer(entry: Any, version: int, recipe: str, sizes: tuple[int, int], ropes: list[Rope]) -> LayerCalibration:
     """`sizes`: channels of a head of K and of V."""
     if not isinstance(entry, dict):
         raise _FaultError(f"expected an object, got {shown(entry)}")
+    _check_fields(entry, "a layer")
     count = FORMATS[recipe].outlier_channels(sizes[0])
     roles = tuple(zip(("key", "value"), sizes, strict=True))
     outliers = [_outliers(entry, f"{role}_high_precision_indices", recipe, size, count) for role, size in roles]
@@ -300,6 +330,8 @@ def _layer(entry: Any, version: int, recipe: str, sizes: tuple[int, int], ropes:
         raise _FaultError(f"lists {len(outliers[0])} heads of keys and {len(outliers[1])} of values")
     shapes = tuple((len(outliers[0]), size) for size in sizes)
     orders = [_order(entry, f"{role}_channel_order", shape) for (role, _), shape in zip(roles, shapes, strict=True)]
+    for (role, _), shape in zip(roles, shapes, strict=True):
+        _numbers(entry, f"{role}_channel_rms", shape, 0.0, LARGEST_SIZE)
     if version == 1:
         return LayerCalibration(*map(ChannelCalibration, outliers, orders))
     before = {"key_channel_mean_before_rope", "rope"} & {name for name, value in entry.items() if value is not None}
@@ -335,6 +367,7 @@ def _ropes(listed: Any, head_size: int) -> list[tuple[Rope, Parameters]]:
         raise _FaultError(f"ropes must be a list of objects, got {shown(listed)}")
     found = []
     for number, rope in enumerate(listed):
+        _check_fields(rope, "ropes")
         parameters, interleaved = rope.get("parameters"), rope.get("interleaved")
         if not isinstance(parameters, dict):
             raise _FaultError(f"ropes: parameters of entry {number} must be an object, got {shown(parameters)}")

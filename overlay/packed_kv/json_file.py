@@ -11,8 +11,11 @@ LARGEST_FILE = 64 << 20
 """Bytes. A calibration file of 80 layers with 64 KV heads has 40 MB, an index of 160,000 tensors 13 MB."""
 
 
-def read_json(path: str | os.PathLike[str]) -> Any:
-    """The content of a regular file of at most `LARGEST_FILE` bytes. Raises ValueError, with a reason of one line."""
+def read_json(path: str | os.PathLike[str], once: bool = False) -> Any:
+    """The content of a regular file of at most `LARGEST_FILE` bytes. Raises ValueError, with a reason of one line.
+
+    once: refuse an object that has a name twice, of which JSON's readers take the last.
+    """
     try:
         with open(path, "rb", opener=_open_at_once) as file:
             state = os.fstat(file.fileno())
@@ -24,9 +27,18 @@ def read_json(path: str | os.PathLike[str]) -> Any:
     except OSError as error:
         raise ValueError(f"cannot be read ({error.strerror})") from error
     try:
-        return json.loads(text.decode("utf-8"))
+        return json.loads(text.decode("utf-8"), object_pairs_hook=_once if once else None)
     except (ValueError, RecursionError) as error:  # UnicodeDecodeError and numbers of 4,300 digits are ValueErrors
         raise ValueError(f"is not JSON ({printable(error)})") from error
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in found:
+            raise ValueError(f"{shown(name)} is there twice")
+        found[name] = value
+    return found
 
 
 def _open_at_once(path: str, flags: int) -> int:

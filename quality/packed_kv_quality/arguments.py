@@ -12,7 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from packed_kv import FORMATS, model_shape
+from packed_kv.calibration_file import FILE_NAME, CalibrationError, load
+from packed_kv.commands.arguments import number
 from packed_kv.planning import config_file
+from packed_kv.rope import rope_parameters
+from packed_kv.settings.options import AUTO, KEY, OptionError, read_options
 
 from .engines import CHECKOUT, DEMO_MODEL, memory
 from .measurement import BASELINE, BATCHED_TOKENS, STORAGE, Settings
@@ -28,10 +32,16 @@ DEPTHS = (0, 25, 50, 75, 100)
 MAX_CONTEXT = 2048
 MAX_BASELINE_BYTES = 8 << 30
 LEAST = {
-    "context": 1, "windows": 1, "top_k": 1, "facts": 1, "kv_cache_memory": 1, "parallel": 1,
-    "tokens": 1, "greedy": 0, "tasks": 0, "drafts": 0, "batched_tokens": 1,
+    "context": 3, "windows": 1, "top_k": 1, "facts": 1, "kv_cache_memory": 1, "parallel": 1,
+    "tokens": 1, "greedy": 0, "tasks": 0, "drafts": 0, "batched_tokens": 1, "seed": 0,
 }  # fmt: skip
 """Least sensible values of the options that are numbers."""
+MOST = {"facts": 10_000, "tasks": 10_000}
+"""Largest values: prompts of each length, all made before an engine starts."""
+OF_RECALL: dict[str, Any] = {
+    "lengths": [], "depths": [*DEPTHS], "facts": FACTS, "recall_chunk": RECALL_CHUNK, "prompts": "auto", "seed": 0,
+}  # fmt: skip
+"""Options that have no effect where no recall is measured, and their defaults."""
 CONTENTS = {"run": (True, True), "sweep": (True, False), "teacher-forced": (True, False), "recall": (False, True)}
 """Command -> whether it runs text, and whether it measures recall."""
 
@@ -54,7 +64,7 @@ def add_run_arguments(parser: argparse.ArgumentParser, command: str) -> None:
     if texts and recall:
         add("--skip-recall", action="store_true", help="do not measure recall")
     if command in ("run", "sweep"):
-        add("--max-kl", type=float, metavar="NATS", help="largest mean KL that passes, for every dtype")
+        add("--max-kl", type=number, metavar="NATS", help="largest mean KL that passes, for every dtype")
     add("--graphs", action="store_true",
         help="decode in CUDA graphs (with --chunk 1)")  # fmt: skip
 
@@ -82,7 +92,7 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _add_text_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--text", type=Path, nargs="+", metavar="FILE",
+    add("--text", type=Path, nargs="+", action="extend", metavar="FILE",
         help="UTF-8 texts, one per kind (default: a checkout's)")  # fmt: skip
     add("--windows", type=int, default=1, metavar="N", help="windows per text (default: %(default)s)")
     add("--chunk", type=int, default=CHUNK, metavar="N",
@@ -102,15 +112,15 @@ def _add_recall_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--lengths", type=int, nargs="+", metavar="N",
         help="tokens per prompt (default: quarters of the context)")  # fmt: skip
-    add("--depths", type=float, nargs="+", metavar="P", default=list(DEPTHS),
+    add("--depths", type=float, nargs="+", metavar="P",
         help=f"depths of facts, in percent (default: {' '.join(map(str, DEPTHS))})")  # fmt: skip
-    add("--facts", type=int, default=FACTS, metavar="N",
-        help="prompts per length and depth (default: %(default)s)")  # fmt: skip
-    add("--recall-chunk", type=int, default=RECALL_CHUNK, metavar="N",
-        help="--chunk of recall prompts (default: %(default)s)")  # fmt: skip
-    add("--prompts", choices=("auto", "chat", "plain"), default="auto", metavar="P",
+    add("--facts", type=int, metavar="N",
+        help=f"prompts per length and depth (default: {FACTS})")  # fmt: skip
+    add("--recall-chunk", type=int, metavar="N",
+        help=f"--chunk of recall prompts (default: {RECALL_CHUNK})")  # fmt: skip
+    add("--prompts", choices=("auto", "chat", "plain"), metavar="P",
         help="auto, plain, or chat (with the model's template)")  # fmt: skip
-    add("--seed", type=int, default=0, metavar="N", help="seed of the facts (default: %(default)s)")
+    add("--seed", type=int, metavar="N", help="seed of the facts (default: 0)")
 
 
 def json_object(text: str) -> dict[str, Any]:
@@ -119,7 +129,7 @@ def json_object(text: str) -> dict[str, Any]:
         value = json.loads(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(f"not JSON: {error}") from error
-    if not isinstance(value, dict) or not isinstance(value.get("packed_kv", {}), dict):
+    if not isinstance(value, dict):
         raise argparse.ArgumentTypeError('expected an object, such as {"packed_kv": {"recent_tokens": 64}}')
     return value
 
@@ -127,6 +137,8 @@ def json_object(text: str) -> dict[str, Any]:
 def check_settings(options: argparse.Namespace) -> tuple[Settings, dict[str, Any]]:
     """Check the options without an engine. Returns the settings and the identity of their baseline. Raises BadInput."""
     has_text, has_recall = CONTENTS[options.command]
+    skipped = not has_recall or getattr(options, "skip_recall", False)
+    check_recall(options, skipped)
     check_plots(options)
     check_numbers(options)
     check_files(options, has_text)
@@ -134,8 +146,9 @@ def check_settings(options: argparse.Namespace) -> tuple[Settings, dict[str, Any
     model = options.model or str(DEMO_MODEL)
     config, tokenizer = load_config(model)
     longest = getattr(config.get_text_config(), "max_position_embeddings", MAX_CONTEXT)
+    if options.context and options.lengths and not has_text:
+        raise BadInput("--context only sets the default of --lengths here; leave one of them out")
     context = options.context or min(longest - ANSWER_TOKENS, MAX_CONTEXT) // 128 * 128
-    skipped = not has_recall or getattr(options, "skip_recall", False)
     lengths = [] if skipped else options.lengths or [context * quarter // 4 for quarter in range(1, 5)]
     for name, value in [("--context", context + 1), *(("--lengths", length + ANSWER_TOKENS) for length in lengths)]:
         if value > longest:
@@ -146,9 +159,8 @@ def check_settings(options: argparse.Namespace) -> tuple[Settings, dict[str, Any
     texts = read_windows(options, tokenizer, context) if has_text else []
     windows = [window for _, window in texts]
     vocabulary = config.get_text_config().vocab_size
-    size = 2 * scored_tokens(windows, chunk) * vocabulary
-    if has_text and not options.top_k and size > MAX_BASELINE_BYTES:
-        raise BadInput(f"the baseline would take {size / 2**30:.1f} GiB; pass --top-k 1000, or fewer --windows")
+    if has_text:
+        check_baseline(options, scored_tokens(windows, chunk), vocabulary)
     settings = Settings(
         model=model,
         windows=windows,
@@ -156,7 +168,7 @@ def check_settings(options: argparse.Namespace) -> tuple[Settings, dict[str, Any
         chunk=chunk,
         recall=recall_settings(options, tokenizer, lengths),
         kv_cache_memory=kv_cache_memory(options),
-        additional_config=additional_config(options),
+        additional_config=additional_config(options, model, config),
         dtype=options.dtype,
         graphs=options.graphs,
         parallel=options.parallel,
@@ -214,19 +226,51 @@ def recall_settings(options: argparse.Namespace, tokenizer: Any, lengths: Sequen
     return settings
 
 
-def additional_config(options: argparse.Namespace) -> dict[str, Any]:
-    """`additional_config` for the engines of packed-kv's dtypes. Raises BadInput.
+def additional_config(options: argparse.Namespace, model: str, config: Any) -> dict[str, Any]:
+    """`additional_config` for the engines of packed-kv's dtypes. Raises BadInput for what these would refuse.
 
     A sweep turns the recent window off: its raw tokens would hide the loss of the packed ones.
     """
-    ours = dict(options.additional_config.get("packed_kv", {}))
-    if options.calibration:
-        if "calibration" in ours:
-            raise BadInput("--calibration and --additional-config both name a calibration")
-        ours["calibration"] = str(options.calibration)
-    if options.command == "sweep":
-        ours.setdefault("recent_tokens", 0)
-    return {**options.additional_config, "packed_kv": ours} if ours else options.additional_config
+    has_ours = bool(FORMATS.keys() & set(options.dtypes))
+    if not has_ours and (options.calibration or options.additional_config):
+        given = "--calibration" if options.calibration else "--additional-config"
+        raise BadInput(f"{given} is for dtypes of packed-kv, and --dtypes has none; leave it out")
+    try:
+        read_options(options.additional_config)
+        ours = dict(options.additional_config.get(KEY, {}))
+        if options.calibration:
+            if "calibration" in ours:
+                raise BadInput("--calibration and --additional-config both name a calibration")
+            ours["calibration"] = str(options.calibration)
+        if options.command == "sweep":
+            ours.setdefault("recent_tokens", 0)
+        if has_ours:
+            check_calibration(read_options({KEY: ours}).calibration, model, config)
+    except (OptionError, CalibrationError) as error:
+        raise BadInput(str(error)) from error
+    return {**options.additional_config, KEY: ours} if ours else options.additional_config
+
+
+def check_calibration(named: Path | None, model: str, config: Any) -> None:
+    """Raise CalibrationError if engines would refuse a calibration file, named or in the model's folder."""
+    fields, folder = config_file.load(model)
+    path = named or (folder or Path(model)) / FILE_NAME
+    if str(named) == AUTO or not (named or path.is_file()):
+        return
+    file = load(path)
+    file.check_rope(rope_parameters(config.get_text_config()))
+    try:
+        parsed = model_shape.parse(fields, model)
+    except model_shape.BadInput:
+        return  # engines refuse the model
+    layer = parsed.attention[0]
+    file.check_model(
+        layers=parsed.config["num_hidden_layers"],
+        kv_heads=layer.kv_heads,
+        head_size=layer.head_size,
+        value_head_size=layer.value_size or layer.head_size,
+        every_layer=not parsed.is_hybrid and not any(layer.is_shared for layer in parsed.layers),
+    )
 
 
 def kv_cache_memory(options: argparse.Namespace) -> int:
@@ -257,12 +301,36 @@ def check_dtypes(dtypes: list[str]) -> None:
         raise BadInput(f"unknown dtype {', '.join(unknown)}; vLLM knows {', '.join(known)}")
 
 
+def check_recall(options: argparse.Namespace, skipped: bool) -> None:
+    """Set the defaults of recall's options that are not given. Raises BadInput for those that are, if it is skipped."""
+    given = [f"--{name.replace('_', '-')}" for name in OF_RECALL if getattr(options, name, None) is not None]
+    if skipped and given:
+        raise BadInput(f"--skip-recall measures no recall; leave {', '.join(given)} out")
+    for name, default in OF_RECALL.items():
+        if getattr(options, name, None) is None:
+            setattr(options, name, default)
+
+
+def check_baseline(options: argparse.Namespace, positions: int, vocabulary: int) -> None:
+    """Raise BadInput for a baseline that would be too large, and for `--top-k` without effect."""
+    if options.top_k and options.baseline:
+        raise BadInput("--top-k is for a baseline that is made; the one of --baseline has its own; leave --top-k out")
+    if options.top_k and options.top_k >= vocabulary:
+        raise BadInput(f"--top-k must be less than the vocabulary, {vocabulary:,}, got {options.top_k:,}")
+    needed = positions * (6 * options.top_k if options.top_k else 2 * vocabulary)
+    if needed > MAX_BASELINE_BYTES and not options.baseline:
+        raise BadInput(f"the baseline would take {needed / 2**30:.1f} GiB; pass --top-k 1000, or fewer --windows")
+
+
 def check_numbers(options: argparse.Namespace) -> None:
     """Raise BadInput for numbers out of range."""
     for name, least in LEAST.items():
         value = getattr(options, name, None)
         if value is not None and value < least:
             raise BadInput(f"--{name.replace('_', '-')} must be {least} or more, got {value}")
+    for name, most in MOST.items():
+        if getattr(options, name, 0) > most:
+            raise BadInput(f"--{name} must be {most:,} at most, got {getattr(options, name):,}")
     if min(getattr(options, "lengths", None) or [1]) < 1:
         raise BadInput(f"--lengths must be 1 or more, got {min(options.lengths)}")
     depths = getattr(options, "depths", [])
@@ -284,8 +352,9 @@ def check_writable(folder: Path, option: str) -> None:
 def check_results(options: argparse.Namespace) -> None:
     """Raise BadInput if results could not be written."""
     if emit := getattr(options, "emit", None):
-        if emit.is_dir():
-            raise BadInput(f"--emit: {emit} is a folder; give a file")
+        if emit.exists() and not emit.is_file():
+            what = "a folder" if emit.is_dir() else "not a regular file"
+            raise BadInput(f"--emit: {emit} is {what}; give a file")
         check_writable(emit.parent, "--emit")
     check_writable(options.output, "--output")
 

@@ -17,10 +17,7 @@ from pathlib import Path
 from packed_kv.commands.arguments import EXIT_BAD_INPUT, LONGEST_LINE, Parser
 from packed_kv.json_file import printable
 
-from .arguments import BadInput, add_run_arguments
-from .baseline import BaselineError
 from .engines import prepare_environment
-from .generation_command import add_generation_arguments
 
 EXIT_INTERRUPTED = 130
 COMMANDS = {
@@ -33,19 +30,28 @@ COMMANDS = {
 
 def main(arguments: Sequence[str] | None = None, prog: str = "packed-kv-quality") -> int:
     """Run the command. Returns its exit code."""
-    options = parser(prog).parse_args(arguments)
     try:
+        from .arguments import BadInput
+        from .baseline import BaselineError
+
+        options = parser(prog).parse_args(arguments)
         return options.run(options)
-    except (BadInput, BaselineError) as error:
-        print(printable(f"{prog}: {error}", LONGEST_LINE), file=sys.stderr)
+    except ModuleNotFoundError as error:
+        print(f"{prog}: {error.name} is missing; pip install vllm", file=sys.stderr)
         return EXIT_BAD_INPUT
     except KeyboardInterrupt:
         print(f"{prog}: interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED
+    except (BadInput, BaselineError) as error:
+        print(printable(f"{prog}: {error}", LONGEST_LINE), file=sys.stderr)
+        return EXIT_BAD_INPUT
 
 
 def parser(prog: str = "packed-kv-quality") -> argparse.ArgumentParser:
     """The arguments of the command."""
+    from .arguments import add_run_arguments
+    from .generation_command import add_generation_arguments
+
     formatter = argparse.RawDescriptionHelpFormatter
     made = Parser(prog=prog, description=__doc__, formatter_class=formatter)
     commands = made.add_subparsers(required=True, metavar="COMMAND", dest="command")
@@ -89,6 +95,8 @@ def _generate(options: argparse.Namespace) -> int:
 
 
 def _plots(options: argparse.Namespace) -> int:
+    from .arguments import BadInput
+
     try:
         from .plots import draw
     except ModuleNotFoundError as error:

@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 from unittest import mock
 
+from packed_kv.commands.arguments import size
+
 if TYPE_CHECKING:
     import torch
     from vllm import LLM
@@ -22,7 +24,6 @@ CHECKOUT = Path(__file__).resolve().parents[2]
 """The repository's root, if this file lies in a checkout; the wheel has no models."""
 DEMO_MODEL = CHECKOUT / "models" / "demo-7m"
 KV_CACHE_BYTES = 64 << 20
-UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 atexit.register(gc.unfreeze)  # else nanobind lists what `engine` froze as leaked
 
 
@@ -140,5 +141,4 @@ def _layer_specs(llm: LLM, window: bool) -> Iterator[Any]:
 
 def memory(text: str) -> int:
     """Bytes of `96M`, `4G` or a plain number."""
-    number, unit = (text[:-1], text[-1].upper()) if text[-1:].upper() in UNITS else (text, "")
-    return int(float(number) * UNITS.get(unit, 1))
+    return int(size(text))

@@ -11,11 +11,11 @@ from threading import Lock
 from typing import Any
 
 from .arguments import (
-    MAX_BASELINE_BYTES,
     BadInput,
     add_baseline_arguments,
     add_engine_arguments,
     additional_config,
+    check_baseline,
     check_dtypes,
     check_files,
     check_numbers,
@@ -43,7 +43,7 @@ def add_generation_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `generate`."""
     add_engine_arguments(parser)
     add = parser.add_argument
-    add("--text", type=Path, nargs="+", metavar="FILE",
+    add("--text", type=Path, nargs="+", action="extend", metavar="FILE",
         help="UTF-8 texts, one per kind (default: a checkout's)")  # fmt: skip
     add("--lengths", type=int, nargs="+", metavar="N",
         help="tokens per prompt (default: those of 1000 3500 7500 that fit the context)")  # fmt: skip
@@ -120,9 +120,7 @@ def check_settings(options: argparse.Namespace) -> tuple[GenerationSettings, dic
         for name, token_ids in read_windows(options, tokenizer, length + options.tokens + 1)
     ]
     vocabulary = config.get_text_config().vocab_size
-    size = 2 * len(windows) * options.tokens * min(vocabulary, options.top_k or vocabulary)
-    if size > MAX_BASELINE_BYTES:
-        raise BadInput(f"the baseline would take {size / 2**30:.1f} GiB; pass --top-k 1000, or fewer --windows")
+    check_baseline(options, len(windows) * options.tokens, vocabulary)
     try:
         asked = [
             task for length in lengths for task in tasks(tokenizer, options.kinds, options.tasks, length, options.seed)
@@ -136,7 +134,7 @@ def check_settings(options: argparse.Namespace) -> tuple[GenerationSettings, dic
         greedy=options.greedy,
         drafts=options.drafts,
         kv_cache_memory=kv_cache_memory(options),
-        additional_config=additional_config(options),
+        additional_config=additional_config(options, model, config),
         dtype=options.dtype,
         parallel=options.parallel,
         batched_tokens=options.batched_tokens,

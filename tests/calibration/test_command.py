@@ -159,7 +159,10 @@ def test_check_and_show(calibrated: Path, tmp_path: Path, capsys: pytest.Capture
 
 
 def test_a_file_of_another_tool_is_shown_and_checked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = write(tmp_path, content())
+    file = content()
+    for entry in file["layers"].values():
+        entry |= {"key_channel_rms": None, "value_channel_rms": None}
+    path = write(tmp_path, file)
     assert main(["check", str(path)]) == main(["show", str(path)]) == 0
     assert "2 layers, 2 KV heads of 64 channels" in capsys.readouterr().out
     assert main(["report", str(path), "--out", str(tmp_path / "report")]) == 2
@@ -221,6 +224,10 @@ def demo(*options: str) -> Callable[[Path], list[str]]:
 
 BAD_INPUT: dict[str, tuple[Callable[[Path], list[str]], str]] = {
     "no model": (lambda folder: ["model", str(folder / "none")], "is not a model that transformers can read"),
+    "no Hub": (
+        lambda folder: ["model", "org/none"],
+        "org/none is neither a folder nor a file, and its config.json cannot",
+    ),
     "no config": (without("config.json"), "is not a model that transformers can read"),
     "no tokenizer": (without("tokenizer*"), "has no tokenizer that can be loaded"),
     "no weights": (without("*.safetensors"), "cannot be loaded"),
@@ -241,9 +248,13 @@ BAD_INPUT: dict[str, tuple[Callable[[Path], list[str]], str]] = {
     "head size": (bad_model(head_dim=80), "heads of 80 channels cannot be calibrated"),
     "vocabulary": (bad_model(vocab_size=100), "cannot be loaded"),
     "no text": (demo("--text", os.devnull), f"--text {os.devnull} has no text in it"),
-    "text is missing": (demo("--text", "FOLDER/none"), "cannot be read (No such file or directory)"),
+    "text is missing": (
+        demo("--text", "FOLDER/none", "--text", os.devnull),
+        "cannot be read (No such file or directory)",
+    ),
     "text is not text": (demo("--text", str(DEMO_MODEL / "model.safetensors")), "is not UTF-8 text"),
     "short text": (demo("--text", str(DEMO_MODEL / "README.md")), "fewer than --tokens 32,768"),
+    "tokens beyond memory": (demo("--tokens", "9" * 15), "fewer than --tokens 999,999,999,999,999"),
     "context of the model": (demo("--context", "999999999"), "is more than the 2,048 tokens that"),
     "context of the text": (
         demo("--tokens", "600", "--context", "700"),
@@ -253,6 +264,10 @@ BAD_INPUT: dict[str, tuple[Callable[[Path], list[str]], str]] = {
     "unknown device": (demo("--device", "abacus"), "--device abacus is not there"),
     "no folder": (demo("--out", "FOLDER/none/file.json"), "cannot be written (No such file or directory)"),
     "out is a folder": (demo("--out", "FOLDER"), "is a folder; name a file in it"),
+    "out is no file": (
+        lambda folder: [os.mkfifo(folder / "x"), *demo("--out", "FOLDER/x")(folder)][1:],
+        "is not a reg",
+    ),
     "no permission": (demo("--out", "/proc/file.json"), "cannot be written"),
     "unsound file": (lambda folder: ["check", str(write(folder, "{}"))], "version null is not supported"),
     "missing file": (lambda folder: ["show", str(folder / "none.json")], "cannot be read"),
@@ -268,7 +283,15 @@ def test_bad_input_is_told_in_one_line(name: str, tmp_path: Path, capsys: pytest
 
 
 @pytest.mark.parametrize(
-    "arguments", [["--tokens", "255"], ["--context", "31"], ["--batch-size", "0"], ["--recipe", "tq4"]]
+    "arguments",
+    [
+        ["--tokens", "255"],
+        ["--tokens", "9" * 16],
+        ["--context", "31"],
+        ["--batch-size", "0"],
+        ["--seed", "-1"],
+        ["--recipe", "tq4"],
+    ],
 )
 def test_numbers_out_of_range(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as exit_code:

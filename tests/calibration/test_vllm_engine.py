@@ -115,7 +115,9 @@ def test_vllm_runs_a_packed_checkpoint_that_transformers_cannot_load(
     with pytest.raises(AssertionError):  # so the weights were vLLM's own, those of 4 bits
         assert_same(ours, calibrate(DEMO_MODEL, tmp_path / "demo.json"), 0.1)
     assert main(["model", str(packed), "--engine", "transformers"]) == 2
-    assert "vLLM may load it: --engine vllm" in capsys.readouterr().err
+    assert capsys.readouterr().err.endswith("; vLLM may load it: --engine vllm\n")
+    assert main(["model", str(packed), "--device", "cpu"]) == 2
+    assert capsys.readouterr().err.endswith("; vLLM may load it: --engine vllm without --device cpu\n")
 
 
 @pytest.mark.parametrize(("tokens", "passes"), [(100, 3), (100, 1), (104, 2)], ids=["cut", "joined", "padded"])
@@ -130,8 +132,15 @@ def test_sequences_that_vllm_did_not_run_as_they_are_are_refused(tokens: int, pa
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--engine", "vllm", "--weights-only"], "--weights-only runs no engine"),
+        (["--engine", "vllm", "--weights-only"], "--weights-only runs no engine; leave --engine out"),
+        (["--weights-only", "--engine", "transformers"], "--weights-only runs no engine; leave --engine out"),
+        (["--weights-only", "--text", "a", "--device", "auto", "--seed", "0"], "leave --text, --device, --seed out"),
         (["--engine", "vllm", "--device", "cpu"], "--device cpu is for transformers"),
+        (["--engine", "vllm", "--batch-size", "4"], "--batch-size is for transformers"),
+        (
+            ["--engine", "vllm", "--engine-options", '{"max_model_len": 64}'],
+            "--engine-options: --context sets max_model_len; leave it out",
+        ),
         (["--engine-options", '{"seed": 1}'], "--engine-options are vLLM's; give --engine vllm"),
         (["--engine", "vllm", "--engine-options", "[]"], "expected a JSON object, got '[]'"),
         (["--engine", "llama.cpp"], "invalid choice: 'llama.cpp'"),

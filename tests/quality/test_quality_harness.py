@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import argparse
 import csv
+import json
+import os
 import re
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
 import torch
+from calibration_files import content
 from checkout import REPO
+from packed_kv.calibration_file import FILE_NAME
 from packed_kv_quality import run as commands
 from packed_kv_quality.baseline import Baseline, BaselineError, BaselineWriter, Comparison, Positions, Scores
 from packed_kv_quality.cli import main
@@ -236,7 +241,10 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     folder = tmp_path_factory.mktemp("files")
     (folder / "short.txt").write_text("A few words.")
     (folder / "no.safetensors").write_text("no")
+    os.mkfifo(folder / "fifo")
     written(folder / "other.safetensors")
+    for name, file in {"rope": content(layers=6, head_size=128, version=3, theta=5.0), "sizes": content(6)}.items():
+        (folder / f"{name}.json").write_text(json.dumps(file))
     return {path.stem: str(path) for path in folder.iterdir()}
 
 
@@ -269,7 +277,23 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         (["--output", "{no}"], "no.safetensors is a file; give another"),
         (["--emit", "{no}/deeper/x"], "no.safetensors is a file; give another"),
         (["--emit", "."], "--emit: . is a folder; give a file"),
+        (["--emit", "{fifo}"], "fifo is not a regular file; give a file"),
         (["--calibration", "{no}", "--additional-config", '{"packed_kv": {"calibration": "x"}}'], "both name a calib"),
+        (["--calibration", "{no}"], "no.safetensors: is not JSON"),
+        (["--calibration", "{rope}"], "made for another RoPE"),
+        (["--calibration", "{sizes}"], "made for another model: head_size 64, this model has 128"),
+        (["--additional-config", '{"packed_kv": {"calibration": "x.json"}}'], "x.json: cannot be read"),
+        (["--additional-config", '{"packed_kv": {"recent": 64}}'], "no option 'recent'; write recent_tokens"),
+        (["--additional-config", '{"packed_kv": 1}'], "packed_kv is 1; write an object"),
+        (["--calibration", "{no}", "--dtypes", "fp8"], "--calibration is for dtypes of packed-kv, and --dtypes has"),
+        (["--additional-config", '{"a": 1}', "--dtypes"], "--additional-config is for dtypes of packed-kv"),
+        (["--baseline", "{other}", "--top-k", "10"], "--top-k is for a baseline that is made"),
+        (["--top-k", "4096"], "--top-k must be less than the vocabulary, 4,096, got 4,096"),
+        (["--skip-recall", "--facts", "2", "--seed", "0"], "measures no recall; leave --facts, --seed out"),
+        (["--facts", "10001"], "--facts must be 10,000 at most, got 10,001"),
+        (["--seed", "-1"], "--seed must be 0 or more, got -1"),
+        (["--context", "2"], "--context must be 3 or more, got 2"),
+        (["--text", "nowhere.txt", "--text", "{short}"], "nowhere.txt does not exist"),
     ],
     ids=lambda value: "_".join(value) if isinstance(value, list) else "",
 )
@@ -297,6 +321,25 @@ def test_a_model_that_is_not_there_is_refused_before_vllm_is_imported(
         assert error.count("\n") == 1
 
 
+@pytest.mark.parametrize("command", ["run", "teacher-forced", "recall", "sweep", "generate"])
+@pytest.mark.parametrize("is_named", [True, False])
+def test_a_calibration_that_engines_would_refuse_is_refused_before_one_starts(
+    command: str, is_named: bool, files: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(DEMO_MODEL, model)
+    named = ["--calibration", files["sizes"]] if is_named else []
+    if not is_named:
+        shutil.copy(files["sizes"], model / FILE_NAME)
+    assert main([command, "--model", str(model), *named]) == 2
+    assert "made for another model: head_size 64, this model has 128" in capsys.readouterr().err
+
+
+def test_context_beside_lengths_of_recall(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["recall", "--context", "512", "--lengths", "100"]) == 2
+    assert "--context only sets the default of --lengths here" in capsys.readouterr().err
+
+
 def test_plots_without_matplotlib(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """Said before the long run, not after it."""
     monkeypatch.setattr("importlib.util.find_spec", lambda _name: None)
@@ -322,11 +365,29 @@ def test_defaults_outside_a_checkout(monkeypatch: pytest.MonkeyPatch, capsys: py
     assert "give --model MODEL and --text FILE; the defaults are in a checkout" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("value", ["{", "[1]", '{"packed_kv": 1}'])
+@pytest.mark.parametrize("value", ["{", "[1]"])
 def test_additional_config_is_an_object(value: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["run", "--additional-config", value])
     assert "--additional-config: " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["--max-kl", "-1"], ["--max-kl", "nan"], ["--max-kl", "0"], ["--max-kl", "inf"], ["--kv-cache-memory", "1e400G"]],
+)
+def test_numbers_out_of_range(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit_code:
+        main(["sweep", *arguments])
+    assert exit_code.value.code == 2 and f"{arguments[0]}: expected a" in capsys.readouterr().err
+
+
+def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.delitem(sys.modules, "packed_kv_quality.arguments")
+    monkeypatch.delitem(sys.modules, "packed_kv_quality.measurement")
+    monkeypatch.setitem(sys.modules, "tqdm", None)
+    assert main(["run"]) == 2
+    assert capsys.readouterr().err == "packed-kv-quality: tqdm is missing; pip install vllm\n"
 
 
 def test_plots_of_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
