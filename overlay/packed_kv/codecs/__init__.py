@@ -38,6 +38,6 @@ def get_codec(
 
 def format_named(name: str) -> Format:
     """The format of a KV-cache dtype. Raises ValueError for an unknown name."""
-    if name not in FORMATS:
+    if not isinstance(name, str) or name not in FORMATS:
         raise ValueError(f"unknown KV-cache dtype {name!r}; known: {', '.join(FORMATS)}")
     return FORMATS[name]
