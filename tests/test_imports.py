@@ -18,7 +18,7 @@ FLOORS = (
 """Rooms from the bottom up. A module imports its own room and those below it."""
 BESIDE = {
     "__init__": {"formats", "codecs"},
-    "transformers": {"formats", "layout", "rope", "calibration_file", "codecs", "kernels"},
+    "transformers": {"formats", "layout", "json_file", "rope", "calibration_file", "codecs", "kernels"},
     "lmcache": {"formats", "codecs"},
     "selftest": {"formats", "layout", "refusals", "codecs", "kernels", "reference", "window", "attention"},
     "planning": {

@@ -389,6 +389,7 @@ def test_values_of_fewer_channels_are_those_of_their_codec(name):
     [
         (ValueError, "unknown KV-cache dtype 'tq5'; known: isoquant3", lambda file: PackedCache("tq5")),
         (ValueError, r"unknown KV-cache dtype \['tq4'\]; known: ", lambda file: PackedCache(["tq4"])),
+        (ValueError, r"unknown KV-cache dtype LlamaConfig .*\.\.\.; known: ", lambda file: PackedCache(LlamaConfig())),
         *((ValueError, f"recent_tokens must be a whole number, 0 for none, got {number!r}",
            lambda file, number=number: PackedCache("tq4", recent_tokens=number)) for number in (-1, "64", True, 64.0)),
         *((ValueError, rf"must be a tensor \[sequences, tokens\], as a tokenizer makes it, got {found}",

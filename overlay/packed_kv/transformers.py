@@ -25,6 +25,7 @@ from transformers.utils import logging
 from .calibration_file import Calibration, LayerCalibration, heads_in_words, load
 from .codecs import format_named, ring
 from .codecs.pages import PagedCodec
+from .json_file import printable
 from .kernels.cpu import tables
 from .kernels.cpu.compiler import BuildError
 from .kernels.cpu.vectors import CpuVectors
@@ -99,7 +100,8 @@ class PackedCache(Cache):
         attention_mask: torch.Tensor | None = None,
     ) -> None:
         if type(recent_tokens) is not int or recent_tokens < 0:
-            raise ValueError(f"recent_tokens must be a whole number, 0 for none, got {recent_tokens!r}")
+            shown = printable(repr(recent_tokens), 60)
+            raise ValueError(f"recent_tokens must be a whole number, 0 for none, got {shown}")
         file = None if calibration is None else load(calibration)
         self.settings = _Settings(format_named(dtype), recent_tokens, file, _checked(attention_mask))
         if config is None:

@@ -283,7 +283,7 @@ def test_means_by_position_are_known_before_the_start(
     assert (found[-1].parallel.dcp, found[-1].parallel.dcp_run) == (1, 1)
 
 
-def test_layers_of_several_head_sizes_are_refused(tmp_path: Path) -> None:
+def test_layers_of_several_head_sizes_are_refused(tmp_path: Path, no_workers: None) -> None:
     model = Path(tiny_models.save(tiny_models.gemma4(), tmp_path))
     write(model, content(6, KV_HEADS, 64))
     assert "head_size" in refusal(model, "turboquant25")
