@@ -182,6 +182,10 @@ def test_the_process_reads_a_config_as_an_engine(tmp_path: Path) -> None:
     unknown = "vLLM does not know NoSuchForCausalLM; correct architectures in config.json, or use another model"
     assert found(architectures=["NoSuchForCausalLM"])["unknown"] == unknown
     assert "model type `no_such`" in found(model_type="no_such")["unreadable"]
+    custom = found(model_type="no_such", architectures=["QWenLMHeadModel"], auto_map={"AutoConfig": "a.B"})
+    assert custom["unknown"].startswith("vLLM served QWen") and "unreadable" in custom
+    assert not found(architectures=["NoSuchForCausalLM"], auto_map={"AutoModelForCausalLM": "a.B"})["unknown"]
+    assert not found(architectures=["QWenLMHeadModel", "LlamaForCausalLM"])["unknown"]
 
 
 def test_custom_code_is_no_fault(probed, tmp_path: Path) -> None:

@@ -193,7 +193,9 @@ def _engine(found: dict[str, Any], model: Model | None) -> Iterator[Finding]:
     else:
         yield Finding(True, f"plugin loads: {', '.join(found['registered'])} (PyTorch {found['torch']})")
     yield from _device(found, *_heads(model), has_latents=model is not None and model.has_latents)
-    if model and (reason := found.get("unreadable")):
+    if model and found.get("unknown"):
+        yield Finding(False, f"{model.name}: {found['unknown']}")
+    elif model and (reason := found.get("unreadable")):
         by_code = model.config.get("auto_map") is not None
         said = (
             "needs --trust-remote-code"
@@ -201,8 +203,6 @@ def _engine(found: dict[str, Any], model: Model | None) -> Iterator[Finding]:
             else f"cannot read the config ({printable(reason)}); use another model"
         )
         yield Finding(by_code, f"{model.name}: vLLM {said}")
-    if model and found.get("unknown"):
-        yield Finding(False, f"{model.name}: {found['unknown']}")
 
 
 def _device(found: dict[str, Any], head_dim: int, group: int, has_latents: bool = False) -> Iterator[Finding]:

@@ -39,18 +39,23 @@ def probe(head_dim: int, folder: str = "") -> dict[str, Any]:
 
 
 def _model(folder: str) -> dict[str, Any]:
-    """`ropes`: the model's, which an engine compares with a calibration file's. `unknown`: that vLLM does not know the
-    model's architecture, or "". Or `unreadable`: why vLLM cannot read its config."""
+    """`unknown`: that vLLM does not know the architecture, or "". `ropes`: the model's, which an engine compares
+    with a calibration file's; or `unreadable`: why vLLM cannot read the config."""
     from vllm.transformers_utils.config import get_config, get_hf_text_config
 
+    from ..planning.config_file import load
     from ..rope import rope_parameters
     from ..vllm_compat import unknown_architecture
 
+    written, _ = load(folder)
+    found: dict[str, Any]
     try:
         config = get_config(folder, trust_remote_code=False)
+        names, found = config.architectures, {"ropes": rope_parameters(get_hf_text_config(config))}
     except Exception as error:  # transformers raises what a config leads it to
-        return {"unreadable": (str(error).strip().splitlines() or [type(error).__name__])[0]}
-    return {"ropes": rope_parameters(get_hf_text_config(config)), "unknown": unknown_architecture(config)}
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        names, found = written.get("architectures"), {"unreadable": reason}
+    return found | {"unknown": unknown_architecture(names or [], has_code="auto_map" in written)}
 
 
 if __name__ == "__main__":
