@@ -55,6 +55,14 @@ def demo_model() -> str:
 
 
 @pytest.fixture
+def no_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fails where an engine comes to start its workers."""
+    from vllm.v1.executor.abstract import Executor
+
+    monkeypatch.setattr(Executor, "__init__", lambda *_arguments: pytest.fail("workers are started"))
+
+
+@pytest.fixture
 def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Start:
     """Starts an architecture of `coverage_models`, with the weights and, on CUDA, graphs that the table has."""
     import coverage_engine

@@ -18,7 +18,7 @@ FLOORS = (
 """Rooms from the bottom up. A module imports its own room and those below it."""
 BESIDE = {
     "__init__": {"formats", "codecs"},
-    "transformers": {"formats", "layout", "rope", "calibration_file", "codecs", "kernels"},
+    "transformers": {"formats", "layout", "json_file", "rope", "calibration_file", "codecs", "kernels"},
     "lmcache": {"formats", "codecs"},
     "selftest": {"formats", "layout", "refusals", "codecs", "kernels", "reference", "window", "attention"},
     "planning": {
@@ -42,6 +42,7 @@ BESIDE = {
         "architectures",
         "facts",
         "refusals",
+        "rope",
         "planning",
         "calibration_file",
         "kernels",
@@ -139,7 +140,7 @@ def test_imports_run_downwards(module: str):
     imported = {room(name) for name in graph()[module] - THIRD_PARTY} - {own}
     assert own in FLOORS or own in BESIDE, f"new room {own}: give it a floor"
     allowed = BESIDE[own] if own in BESIDE else {*FLOORS[: FLOORS.index(own)]}
-    assert imported <= allowed
+    assert imported <= allowed | ({"vllm_compat"} if module == PROBE else set())
 
 
 @pytest.mark.parametrize("module", sorted(graph()))

@@ -20,6 +20,7 @@ from packed_kv.facts import (
     Drafts,
     Engine,
     Facts,
+    Given,
     Latents,
     Layer,
     Pages,
@@ -178,6 +179,18 @@ REFUSED = [
     (Facts(Engine(has_fast_prefill=True)), "--kv-sharing-fast-prefill: the host"),
     (Facts(Engine(has_micro_batches=True)), "--enable-dbo and --ubatch-size: two batches"),
     (
+        Facts(Engine(platform="cpu"), Given(decode_kernel="auto")),
+        "packed_kv.decode_kernel: auto, a choice between kernels of CUDA in fp16 and bf16, and this is a CPU; leave",
+    ),
+    (
+        Facts(Engine(platform="cuda"), Given(is_fp32=True, decode_kernel="triton")),
+        "packed_kv.decode_kernel: triton, a choice between kernels of CUDA in fp16 and bf16, and this is float32; ",
+    ),
+    (
+        Facts(Given(latent_rope_bits=16, has_latents=False)),
+        "packed_kv.latent_rope_bits: 16, and the model has no latents (MLA); leave latent_rope_bits out",
+    ),
+    (
         Facts(Parallel(dcp=2), Engine(platform="cpu")),
         "--decode-context-parallel-size with vLLM's CPU platform: 2 ranks, and it cannot",
     ),
@@ -261,6 +274,7 @@ SERVED = Facts(
         platform="cuda", capability=(8, 0), connector="NixlConnector", connectors=tuple(map(Connector, CONNECTORS)),
         has_lora=True, has_fast_prefill=False, has_micro_batches=False,
     ),
+    Given(is_fp32=False, decode_kernel="triton", latent_rope_bits=8, has_latents=True),
     Parallel(dcp=1, dcp_backend="ag_rs", dcp_run=1, has_own_queries=True, has_mean_blocks=True, pipeline=2, pcp=2),
     Cache(
         block_size=16, auto="fp8", skip_layers=("0", "sliding_window"), layer_numbers=frozenset({0, 1}), slides=True,

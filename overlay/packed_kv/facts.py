@@ -41,6 +41,20 @@ class Engine(Record):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Given(Record):
+    """Options of `--additional-config` that are given, and what they would be for.
+
+    is_fp32: the model computes in float32.
+    has_latents: the model or a draft has latent attention (MLA).
+    """
+
+    decode_kernel: str | None = None
+    latent_rope_bits: int | None = None
+    is_fp32: bool | None = None
+    has_latents: bool | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
 class Parallel(Record):
     """Ranks of an engine.
 
@@ -64,6 +78,7 @@ class Parallel(Record):
 class Cache(Record):
     """An engine's KV cache.
 
+    block_size: `--block-size`, where it is given.
     auto: the dtype that `--kv-cache-dtype auto` would be by the checkpoint; "": the model's own.
     skip_layers: `--kv-cache-dtype-skip-layers`.
     layer_numbers, slides: numbers of the layers with a KV cache; some of these have a sliding window.
@@ -218,6 +233,7 @@ class Facts:
     def __init__(self, *records: Record) -> None:
         self.records = records
         self.engine = _merge(records, Engine)
+        self.given = _merge(records, Given)
         self.parallel = _merge(records, Parallel)
         self.cache = _merge(records, Cache)
         self.drafts = _merge(records, Drafts)

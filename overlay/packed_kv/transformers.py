@@ -25,6 +25,7 @@ from transformers.utils import logging
 from .calibration_file import Calibration, LayerCalibration, heads_in_words, load
 from .codecs import format_named, ring
 from .codecs.pages import PagedCodec
+from .json_file import printable
 from .kernels.cpu import tables
 from .kernels.cpu.compiler import BuildError
 from .kernels.cpu.vectors import CpuVectors
@@ -47,13 +48,13 @@ TILE = 1024
 
 @dataclass
 class _Settings:
-    """Settings that all layers of a cache share. `starts`: int64 [sequences], the column of each one's first token, or
-    None: column 0."""
+    """Settings that all layers of a cache share. `mask`: bool [sequences, tokens] of the prompts, False for padding, or
+    None."""
 
     fmt: Format
     recent_tokens: int
     calibration: Calibration | None
-    starts: torch.Tensor | None
+    mask: torch.Tensor | None
 
     def codec(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> PagedCodec:
         """Make a layer's codec, for keys and values [sequences, KV heads, tokens, head_dim]. Raises ValueError."""
@@ -83,8 +84,9 @@ class PackedCache(Cache):
             and the calibration has means of keys, as these are by position. Beams share their sequence's.
 
     Raises:
-        ValueError: an unknown dtype, a recent_tokens below 0, a mask of another shape, a calibration that does not fit
-            (`CalibrationError`); at the first token of a layer, a head_dim that is no multiple of 16.
+        ValueError: an unknown dtype, a recent_tokens that is no count, a mask of another shape or of other numbers than
+            0 and 1, a calibration that does not fit (`CalibrationError`); at the first token of a layer, a head_dim
+            that is no multiple of 16, and a mask that is not the prompts'.
         NotImplementedError: layers that are no attention (Mamba, convolutions), or attend otherwise.
     """
 
@@ -97,10 +99,11 @@ class PackedCache(Cache):
         config: PreTrainedConfig | None = None,
         attention_mask: torch.Tensor | None = None,
     ) -> None:
-        if recent_tokens < 0:
-            raise ValueError(f"recent_tokens must be 0 or more, got {recent_tokens}")
+        if type(recent_tokens) is not int or recent_tokens < 0:
+            shown = printable(repr(recent_tokens), 60)
+            raise ValueError(f"recent_tokens must be a whole number, 0 for none, got {shown}")
         file = None if calibration is None else load(calibration)
-        self.settings = _Settings(format_named(dtype), recent_tokens, file, _starts(attention_mask))
+        self.settings = _Settings(format_named(dtype), recent_tokens, file, _checked(attention_mask))
         if config is None:
             super().__init__(layer_class_to_replicate=self._next_layer)  # made as they come
             return
@@ -116,7 +119,7 @@ class PackedCache(Cache):
 
     def reset(self, attention_mask: torch.Tensor | None = None) -> None:
         """Drop all tokens. `attention_mask`: [sequences, tokens], of the prompts that come next, as for the class."""
-        self.settings.starts = _starts(attention_mask)
+        self.settings.mask = _checked(attention_mask)
         super().reset()
 
     def update_conv_state(self, *args: Any, **kwargs: Any) -> NoReturn:
@@ -140,12 +143,16 @@ class PackedCache(Cache):
         raise NotImplementedError(f"PackedCache holds keys and values only: layer {number} is a {type(plain).__name__}")
 
 
-def _starts(attention_mask: torch.Tensor | None) -> torch.Tensor | None:
-    if attention_mask is None:
+def _checked(mask: torch.Tensor | None) -> torch.Tensor | None:
+    """An attention mask, as bool. Raises ValueError."""
+    if mask is None:
         return None
-    if attention_mask.ndim != 2:
-        raise ValueError(f"attention_mask must be [sequences, tokens], got {tuple(attention_mask.shape)}")
-    return (attention_mask != 0).int().argmax(-1)
+    found = tuple(mask.shape) if isinstance(mask, torch.Tensor) else f"a {type(mask).__name__}"
+    if not isinstance(mask, torch.Tensor) or mask.ndim != 2 or not mask.numel():
+        raise ValueError(f"attention_mask must be a tensor [sequences, tokens], as a tokenizer makes it, got {found}")
+    if (others := mask[(mask != 0) & (mask != 1)]).numel():
+        raise ValueError(f"attention_mask must have 1 for tokens and 0 for padding, got {others[0].item()}")
+    return mask != 0
 
 
 class _Tokens:
@@ -285,7 +292,7 @@ class PackedLayer(DynamicLayer):
         sequences, heads = key_states.shape[:2]
         kernel = _kernel_of(codec, key_states.dtype)
         self.vectors = tuple(_Vectors(one, sequences, heads, kernel) for one in codec.codecs)
-        self.starts = self._starts(sequences)
+        self.starts = self._starts(sequences, key_states.shape[2])
         self.is_initialized = True
 
     def update(
@@ -351,14 +358,17 @@ class PackedLayer(DynamicLayer):
         columns = torch.arange(column, column + count, device=self.device)
         return (columns - self.starts[:, None]).unsqueeze(-1)
 
-    def _starts(self, sequences: int) -> torch.Tensor:
-        """int64 [sequences], for beams each prompt's as often as it has beams."""
-        given = self.settings.starts
-        if given is None:
+    def _starts(self, sequences: int, tokens: int) -> torch.Tensor:
+        """int64 [sequences], the column of each one's first token; for beams each prompt's as often as it has beams.
+        `tokens`: those that come first."""
+        mask = self.settings.mask
+        if mask is None:
             return torch.zeros(sequences, dtype=torch.int64, device=self.device)
-        if sequences % len(given):
-            raise ValueError(f"attention_mask has {len(given)} sequences, the batch {sequences}")
-        return given.to(self.device).repeat_interleave(sequences // len(given))
+        if sequences % len(mask):
+            raise ValueError(f"attention_mask has {len(mask)} sequences, the batch {sequences}; give the prompts' mask")
+        if tokens > mask.shape[1]:
+            raise ValueError(f"attention_mask has {mask.shape[1]} tokens, the prompts {tokens}; give the prompts' mask")
+        return mask.to(self.device).int().argmax(-1).repeat_interleave(sequences // len(mask))
 
 
 class PackedSlidingLayer(PackedLayer, DynamicSlidingWindowLayer):

@@ -62,6 +62,21 @@ def sizes_latents_beside_states() -> bool:
     return hasattr(Platform, "_customized_page_size")
 
 
+def unknown_architecture(names: list[str], *, has_code: bool) -> str:
+    """Say that vLLM serves none of a config's architectures; "": it may. `has_code`: the model brings its own."""
+    import transformers
+    from vllm.model_executor.models import registry
+
+    known = {*registry.ModelRegistry.get_supported_archs(), *dir(transformers)}  # vLLM falls back on the latter
+    if not names or known & {*names}:
+        return ""
+    for name in names:
+        if last := registry._PREVIOUSLY_SUPPORTED_MODELS.get(name):
+            return f"vLLM served {name} up to {last}, and no longer does; use another model"
+    said = f"vLLM does not know {', '.join(names)}; correct architectures in config.json, or use another model"
+    return "" if has_code else said
+
+
 def builds_draft() -> bool:
     """True if vLLM is building a part beside the model, such as a draft, which it marks for its compilation."""
     from vllm.compilation import backends

@@ -94,7 +94,10 @@ BAD = {
 def no_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     """Leave out what `doctor` asks of vLLM, which takes seconds and says nothing of a config."""
     monkeypatch.setattr(doctor, "_vllm", lambda: doctor.Finding(True, "vllm"))
-    monkeypatch.setattr(doctor, "_engine", lambda model: [doctor.Finding(True, f"heads {doctor._heads(model)}")])
+    monkeypatch.setattr(doctor, "_probe", lambda model, folder: {})
+    monkeypatch.setattr(
+        doctor, "_engine", lambda _found, model: [doctor.Finding(True, f"heads {doctor._heads(model)}")]
+    )
 
 
 @pytest.mark.parametrize("name", BAD)

@@ -11,7 +11,8 @@ import calibration_files
 import pytest
 from checkout import DEMO_MODEL
 from coverage_models import MODELS
-from packed_kv.commands import doctor, plan
+from packed_kv import rope
+from packed_kv.commands import doctor, plan, probe
 from packed_kv.formats import FORMATS
 from packed_kv.kernels import cuda
 from packed_kv.kernels.cpu.compiler import best_target, find_compiler
@@ -43,13 +44,13 @@ def lines(*arguments: str) -> list[str]:
 
 @pytest.fixture
 def probed(monkeypatch: pytest.MonkeyPatch):
-    """Let the process that loads vLLM find what is given, and record with which head size it was asked."""
+    """Let the process that loads vLLM find what is given, and record what it was asked: head size and folder."""
 
-    def give(found: dict | str) -> list[str]:
-        asked: list[str] = []
+    def give(found: dict | str) -> list[list[str]]:
+        asked: list[list[str]] = []
 
         def run(command: list[str], **_options: object) -> argparse.Namespace:
-            asked.append(command[-1])
+            asked.append(command[4:])
             if isinstance(found, str):
                 return argparse.Namespace(returncode=1, stdout="", stderr=found)
             return argparse.Namespace(returncode=0, stdout=f"a line of vLLM\n{json.dumps(found)}\n", stderr="")
@@ -66,7 +67,7 @@ def test_a_healthy_machine(probed, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "triton"))
     asked = probed(H200)
     found = lines(str(DEMO_MODEL))
-    assert asked == ["128"]
+    assert asked == [["128", str(DEMO_MODEL)]]
     assert "OK    2 x NVIDIA H200, compute capability 9.0, 140.0 GiB" in found
     assert "OK    FlashAttention 3" in found
     assert "OK    whether these kernels are right here: packed-kv selftest" in found
@@ -134,7 +135,7 @@ def test_latent_attention(probed, tmp_path: Path) -> None:
     assert f"OK    {tmp_path.name}: 4 layers of latents of 512 channels and 64 of RoPE" in found
     kernel = "CUDA kernel: those of 512 channels"
     assert any(line.startswith(f"OK    decodes of latents are served by the {kernel}") for line in found)
-    assert asked == ["192"]
+    assert asked == [["192", str(tmp_path)]]
 
 
 def test_a_checkpoint_that_asks_for_an_fp8_cache(probed, tmp_path: Path) -> None:
@@ -155,6 +156,71 @@ def test_a_vllm_that_does_not_load(probed) -> None:
     assert any(line.startswith(said) for line in lines())
 
 
+@pytest.mark.parametrize(
+    ("found", "said"),
+    [
+        ({"unreadable": "no such type"}, "demo-7m: vLLM cannot read the config (no such type); use another model"),
+        ({"unknown": "vLLM does not know it"}, "demo-7m: vLLM does not know it"),
+        ({"unknown": "", "ropes": {}}, "OK    demo-7m: 6 full layers of 2 KV heads of 128 channels"),
+    ],
+)
+def test_what_vllm_reads_from_a_config(found: dict, said: str, probed) -> None:
+    probed(H200 | found)
+    assert said in lines(str(DEMO_MODEL))
+    assert not any("vLLM does not know" in line or "vLLM cannot" in line for line in lines() if "demo" not in line)
+
+
+def test_the_process_reads_a_config_as_an_engine(tmp_path: Path) -> None:
+    def found(**changed: object) -> dict:
+        config = {**json.loads((DEMO_MODEL / "config.json").read_text()), **changed}
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        return probe.probe(128, str(tmp_path))
+
+    served = found(rope_parameters={"rope_theta": 5e5, "rope_type": "default"})
+    assert served["unknown"] == "" and [rope["rope_theta"] for rope in served["ropes"].values()] == [5e5]
+    assert not found(architectures=["LlamaForSequenceClassification"])["unknown"]  # of transformers
+    assert found(architectures=["QWenLMHeadModel"])["unknown"].startswith("vLLM served QWenLMHeadModel up to 0.2")
+    unknown = "vLLM does not know NoSuchForCausalLM; correct architectures in config.json, or use another model"
+    assert found(architectures=["NoSuchForCausalLM"])["unknown"] == unknown
+    assert "model type `no_such`" in found(model_type="no_such")["unreadable"]
+    custom = found(model_type="no_such", architectures=["QWenLMHeadModel"], auto_map={"AutoConfig": "a.B"})
+    assert custom["unknown"].startswith("vLLM served QWen") and "unreadable" in custom
+    assert not found(architectures=["NoSuchForCausalLM"], auto_map={"AutoModelForCausalLM": "a.B"})["unknown"]
+    assert not found(architectures=["QWenLMHeadModel", "LlamaForCausalLM"])["unknown"]
+
+
+def test_custom_code_is_no_fault(probed, tmp_path: Path) -> None:
+    probed(H200 | {"unreadable": "no"})
+    (tmp_path / "config.json").write_text(json.dumps({**MODELS["LlamaForCausalLM"], "auto_map": {"AutoConfig": "a.B"}}))
+    assert f"OK    {tmp_path.name}: vLLM needs --trust-remote-code" in lines(str(tmp_path))
+
+
+def test_a_folder_of_kernels_that_cannot_be_kept(probed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    probed(H200)
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("PACKED_KV_CACHE", str(tmp_path / "file"))
+    said = (
+        f"each start would compile the kernels again: [Errno 17] File exists: '{tmp_path}/file'; name a folder of your"
+    )
+    assert any(line.startswith(said) for line in lines())
+    monkeypatch.setenv("PACKED_KV_CACHE", str(tmp_path / "new"))
+    assert not any(line.startswith("each start") for line in lines()) and not [*(tmp_path / "new").iterdir()]
+    (tmp_path / "new").chmod(0o777)
+    assert any("others can write" in line and "delete it" not in line for line in lines())
+
+
+def test_tiers_that_cannot_be_written(probed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    probed(H200)
+    (tmp_path / "file").touch()
+    at_file, below, proc, there = lines("--tiers", f"{tmp_path}/file", f"{tmp_path}/file/x", "/proc", str(tmp_path))[
+        -4:
+    ]
+    assert at_file == f"--tiers {tmp_path}/file: {tmp_path}/file is not a folder; name another"
+    assert below == f"--tiers {tmp_path}/file/x: {tmp_path}/file is not a folder; name another"
+    assert proc.startswith("--tiers /proc cannot be written (")
+    assert there.startswith(f"OK    tier {tmp_path}: ") and [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
 def test_plugins_that_are_left_out(probed, monkeypatch: pytest.MonkeyPatch) -> None:
     probed(H200)
     monkeypatch.setenv("VLLM_PLUGINS", "other")
@@ -171,6 +237,14 @@ def test_calibration_is_found_and_checked(probed, tmp_path: Path, monkeypatch: p
     assert f'OK    calibration of "auto" kept in {tmp_path}/packed_kv/demo-7m-0123.json' in "\n".join(lines(str(model)))
     calibration_files.write(model, calibration_files.content(6, 2, 128))
     assert f"OK    calibration of 6 layers, made for turboquant35, in {model}/turboquant_kv.json" in lines(str(model))
+    assert lines(str(model / "config.json"))[1:] == lines(str(model))[1:]
+    calibration_files.write(model, calibration_files.content(6, 2, 128, version=3))
+    unlike = f"in {model}/turboquant_kv.json, not compared with the model's RoPE"
+    assert lines(str(model))[-1].endswith(unlike)
+    probed(H200 | {"ropes": {"": {**rope.DEFAULTS, "rope_theta": 5e5, "rope_type": "default"}}})
+    assert 'made for another RoPE: rope_type "default", rope_theta 10000.0; this model has' in lines(str(model))[-1]
+    calibration_files.write(model, calibration_files.content(6, 2, 128, version=3, theta=5e5))
+    assert lines(str(model))[-1].endswith(f"in {model}/turboquant_kv.json")
     calibration_files.write(model, calibration_files.content(6, 4, 128))
     assert any("made for another model: KV heads 4, this model has 2" in line for line in lines(str(model)))
 

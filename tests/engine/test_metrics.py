@@ -80,6 +80,20 @@ def test_routes_are_those_of_the_layers(options: dict, found: tuple[str, str]) -
     assert metrics.routes(config("b", **options)) == found
 
 
+@pytest.mark.parametrize("draft", [None, "auto", "tq4"])
+def test_options_of_an_engine_that_packs_nothing(draft: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines: list[str] = []
+    monkeypatch.setattr(metrics.logger, "warning", lambda line, *words: lines.append(line % words))
+    plain = config("c")
+    plain.cache_config.cache_dtype, plain.speculative_config = "fp8", SimpleNamespace(kv_cache_dtype=draft)
+    metrics.PackedStats(plain, 0)
+    said = "--additional-config: packed_kv has no effect with --kv-cache-dtype fp8; use one of isoquant3, "
+    assert [line.startswith(said) for line in lines] == [True] * (draft != "tq4")
+    plain.additional_config = {"other": 1}
+    metrics.PackedStats(plain, 0)
+    assert len(lines) == (draft != "tq4")
+
+
 @pytest.mark.parametrize(("kernel", "decode"), [("auto", "decode_kernel"), ("triton", "prefill")])
 def test_on_hopper_the_kernel_decides(kernel: str, decode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """128 columns: only the CUDA kernel takes them."""

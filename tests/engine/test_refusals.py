@@ -16,6 +16,7 @@ from packed_kv import architectures, refusals
 from packed_kv.attention.impl import PackedAttentionImpl
 from packed_kv.engine import registration
 from packed_kv.engine.backend import backend_of
+from packed_kv.facts import Facts
 from packed_kv.formats import FORMATS
 from packed_kv.refusals import refusals_of
 from packed_kv.settings import facts
@@ -148,8 +149,24 @@ def test_images_attended_to_in_both_directions(monkeypatch: pytest.MonkeyPatch) 
     assert line.endswith("; use --language-model-only, or --kv-cache-dtype auto")
 
 
-def test_block_size(demo_model: str) -> None:
+def test_block_size(demo_model: str, no_workers: None) -> None:
     assert "cannot serve this block size: 24 tokens, and" in refusal(demo_model, block_size=24)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a CPU")
+@pytest.mark.parametrize(("option", "value"), [("decode_kernel", "auto"), ("latent_rope_bits", 16)])
+def test_options_without_an_effect(option: str, value: object, demo_model: str, no_workers: None) -> None:
+    line = refusal(demo_model, additional_config={"packed_kv": {option: value}})
+    assert f"cannot serve packed_kv.{option}: {value}, " in line and line.endswith(f"; leave {option} out")
+
+
+@pytest.mark.parametrize("has_latents", [False, True])
+def test_an_option_that_a_draft_has_a_use_for(has_latents: bool) -> None:
+    config = settings(None)
+    config.model_config.dtype, config.additional_config = torch.bfloat16, {"packed_kv": {"latent_rope_bits": 8}}
+    config.speculative_config = SimpleNamespace(draft_model_config=SimpleNamespace(use_mla=has_latents))
+    found = refusals_of(Facts(facts.given_facts(config)))
+    assert [refusal.rule.subject for refusal in found] == ["packed_kv.latent_rope_bits"][has_latents:]
 
 
 @pytest.mark.parametrize("layers", [["0"], ["2"], ["sliding_window"]], ids=str)
@@ -226,7 +243,12 @@ def settings(connector: KVTransferConfig | None) -> SimpleNamespace:
         kv_transfer_config=connector,
         speculative_config=None,
         lora_config=None,
-        cache_config=SimpleNamespace(kv_sharing_fast_prefill=False, kv_cache_dtype_skip_layers=[], cache_dtype="tq4"),
+        cache_config=SimpleNamespace(
+            kv_sharing_fast_prefill=False,
+            kv_cache_dtype_skip_layers=[],
+            cache_dtype="tq4",
+            user_specified_block_size=False,
+        ),
         parallel_config=ParallelConfig(),
         scheduler_config=SimpleNamespace(disable_hybrid_kv_cache_manager=False),
         model_config=SimpleNamespace(

@@ -112,7 +112,10 @@ def directory(path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        (lambda path: path.parent.chmod(0o770), r"others can write .*packed_kv \(mode 770\); delete it"),
+        (
+            lambda path: path.parent.chmod(0o770),
+            r"others can write .*packed_kv \(mode 770\); name a folder of your own by PACKED_KV_CACHE",
+        ),
         (lambda path: path.parent.chmod(0o707), r"others can write .*packed_kv \(mode 707\)"),
         (lambda path: path.chmod(0o620), rf"others can write .*{NAME} \(mode 620\); delete it"),
         (lambda path: path.chmod(0o602), rf"others can write .*{NAME}"),
@@ -145,7 +148,7 @@ def test_what_another_user_owns_is_not_loaded(
     monkeypatch.setattr(os, "geteuid", lambda: owner + 1)
     assert kernel_cache.load_or_compile(NAME, Compiler()) == CODE
     (line,) = lines()
-    assert f"{folder} belongs to user {owner}, not to {owner + 1}; delete it" in line
+    assert f"{folder} belongs to user {owner}, not to {owner + 1}; name a folder of your own by PACKED_KV_CACHE" in line
 
 
 def test_a_file_of_another_user_is_not_loaded(folder: Path, lines: Callable[[], list[str]]) -> None:

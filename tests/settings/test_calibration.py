@@ -13,6 +13,8 @@ from calibration_files import ORDERS, OUTLIERS, content, write
 from checkout import DEMO_MODEL
 from harness import engine, mean_kl, teacher_forced_logits
 from packed_kv.calibration_file import CalibrationError, LayerCalibration
+from packed_kv.engine import registration
+from packed_kv.facts import Facts
 from packed_kv.formats import FORMATS
 from packed_kv.layout import MEAN_BLOCK
 from packed_kv.rope import Rope, rope_parameters
@@ -21,6 +23,7 @@ from packed_kv.settings.options import OptionError
 from tiny_models import true_logits
 from transformers import PretrainedConfig
 from vllm import SamplingParams
+from vllm.engine.arg_utils import EngineArgs
 
 LAYERS, KV_HEADS, HEAD_DIM = 3, 2, 64
 TOKEN_IDS = torch.randint(tiny_models.VOCAB, (150,), generator=torch.Generator().manual_seed(1)).tolist()
@@ -258,7 +261,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("what", REFUSED)
-def test_a_wrong_file_stops_the_start(what: str, model: Path) -> None:
+def test_a_wrong_file_stops_the_start(what: str, model: Path, no_workers: None) -> None:
     make, words = REFUSED[what]
     path = write(model, make())
     line = refusal(model, "turboquant25")
@@ -266,7 +269,21 @@ def test_a_wrong_file_stops_the_start(what: str, model: Path) -> None:
     assert line.endswith("; make a new file with: tq-calibrate model MODEL")
 
 
-def test_layers_of_several_head_sizes_are_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("version", [2, 3])
+def test_means_by_position_are_known_before_the_start(
+    version: int, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ranks of decode context parallelism may not cut their blocks, and CUDA alone has such ranks."""
+    found: list[Facts] = []
+    monkeypatch.setattr(registration, "refuse", lambda facts, _name: found.append(facts))
+    write(model, content(LAYERS, KV_HEADS, HEAD_DIM, version=version))
+    config = EngineArgs(str(model), tokenizer=str(DEMO_MODEL), kv_cache_dtype="tq4").create_engine_config()
+    registration.cache_config.get_kv_cache_dtype_handler("tq4").before_engine(config)
+    assert found[-1].parallel.has_mean_blocks == (version == 3)
+    assert (found[-1].parallel.dcp, found[-1].parallel.dcp_run) == (1, 1)
+
+
+def test_layers_of_several_head_sizes_are_refused(tmp_path: Path, no_workers: None) -> None:
     model = Path(tiny_models.save(tiny_models.gemma4(), tmp_path))
     write(model, content(6, KV_HEADS, 64))
     assert "head_size" in refusal(model, "turboquant25")

@@ -117,9 +117,6 @@ class PackedAttentionImpl(AttentionImpl[PackedMetadata]):
             attends = self.dtype != torch.float32
             cpu.compile_ahead(FORMATS[kv_cache_dtype], head_size, attends=attends)
         self.calibration = find_calibration(config, FORMATS[kv_cache_dtype])
-        has_mean_blocks = self.calibration is not None and bool(self.calibration.file.ropes)
-        ranks = Parallel(dcp=self.shard.ranks, dcp_run=self.shard.run, has_mean_blocks=has_mean_blocks)
-        refuse(Facts(ranks), kv_cache_dtype)
         self.attention: PairAttention | ContextParallelAttention | None = None
         """Attention of the layer's steps; None before `build`."""
 

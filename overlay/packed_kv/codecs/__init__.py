@@ -6,6 +6,7 @@ import torch
 
 from ..channel_calibration import ChannelCalibration
 from ..formats import FORMATS, Format
+from ..json_file import printable
 from ..rope import Rope
 from .codec import Channels, Codec
 from .transform import Numbers
@@ -38,6 +39,6 @@ def get_codec(
 
 def format_named(name: str) -> Format:
     """The format of a KV-cache dtype. Raises ValueError for an unknown name."""
-    if name not in FORMATS:
-        raise ValueError(f"unknown KV-cache dtype {name!r}; known: {', '.join(FORMATS)}")
+    if not isinstance(name, str) or name not in FORMATS:
+        raise ValueError(f"unknown KV-cache dtype {printable(repr(name), 60)}; known: {', '.join(FORMATS)}")
     return FORMATS[name]

@@ -12,6 +12,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib import import_module
@@ -24,15 +25,17 @@ from ..calibration_file import load as load_calibration
 from ..formats import FORMATS
 from ..json_file import printable
 from ..kernels.cpu.compiler import BuildError, best_target, find_compiler
-from ..kernels.cuda import LATENT, LATENT_ROWS, latent_refusal, refusal
-from ..kernels.kernel_cache import cache_folder
+from ..kernels.cuda import CAPABILITY, LATENT, LATENT_ROWS, latent_refusal, refusal
+from ..kernels.kernel_cache import cache_folder, why_not_kept
 from ..model_shape import BadInput, Model, expanded_size, nested, parse
 from ..planning.config_file import load, model_name
 from ..planning.plan import layers
 from ..refusals import LEAST_CAPABILITY, refusals_of_model, untried
+from ..rope import Parameters
 from .arguments import EXIT_BAD_INPUT, GIB, LONGEST_LINE, Parser, installed_vllm
 
 LEAST_PYTHON = (3, 11)
+CONFIG = "config.json"
 HEAD_DIM, GROUP = 128, 4
 """Head size and query heads per KV head for which kernels are named if no model is given."""
 PROBE_SECONDS = 300
@@ -77,13 +80,15 @@ def parser(prog: str = "packed-kv doctor") -> argparse.ArgumentParser:
 def findings(options: argparse.Namespace) -> Iterator[Finding]:
     """All lines, as they are found."""
     yield _python()
-    model, folder = None, None
-    if options.model is not None:
+    model, folder, source = None, None, options.model
+    if source is not None:
+        if Path(source).name == CONFIG and os.path.isfile(source):
+            source = str(Path(source).parent)
         try:
-            config, folder = load(options.model)
+            config, folder = load(source)
             refused = refusals_of_model(config, vllm=installed_vllm())
             if all(refusal.rule.option for refusal in refused):
-                model = parse(config, model_name(options.model))
+                model = parse(config, model_name(source))
                 refused = refusals_of_model(config, model)
         except BadInput as error:
             yield Finding(False, str(error), is_bad_input=True)
@@ -95,17 +100,19 @@ def findings(options: argparse.Namespace) -> Iterator[Finding]:
                 if warning := untried(config):
                     yield Finding(True, f"{model.name}: {warning}")
             for refusal in refused:
-                name = printable(model_name(options.model))
+                name = printable(model_name(source))
                 yield Finding(bool(refusal.rule.option), f"{name}: {refusal.sentence()}")
     has_torch, vllm = importlib.util.find_spec("torch") is not None, _vllm()
     if not has_torch:
         yield Finding(False, "PyTorch is not installed; it comes with vLLM: pip install vllm")
     yield vllm
     yield _entry_point()
+    found: dict[str, Any] = {}
     if has_torch and importlib.util.find_spec("vllm") is not None:
-        yield from _engine(model)
+        found = _probe(model, folder if source and not os.path.isfile(source) else None)
+        yield from _engine(found, model)
     if model:
-        yield _calibration(options.model, model, folder)
+        yield _calibration(source, model, folder, found.get("ropes"))
     yield from map(_tier, options.tiers)
 
 
@@ -154,32 +161,49 @@ def _entry_point() -> Finding:
     return Finding(True, "plugin installed")
 
 
-def _engine(model: Model | None) -> Iterator[Finding]:
-    """Findings of a process that loads vLLM: plugin, device, FlashAttention, decode kernel."""
-    head_dim, group = _heads(model)
-    command = [sys.executable, "-P", "-m", f"{__package__}.probe", str(head_dim)]
+def _probe(model: Model | None, folder: Path | None) -> dict[str, Any]:
+    """Findings of a process that loads vLLM, or "failed": why there are none. `folder`: of the model's config.json."""
+    command = [sys.executable, "-P", "-m", f"{__package__}.probe", str(_heads(model)[0])]
+    if model and folder:
+        command.append(str(folder))
     quiet = {"VLLM_LOGGING_LEVEL": "ERROR", **os.environ}
     try:
         run = subprocess.run(command, capture_output=True, text=True, env=quiet, timeout=PROBE_SECONDS, check=False)
     except subprocess.TimeoutExpired:
-        yield Finding(False, f"vLLM does not load within {PROBE_SECONDS} s; try: python -c 'import vllm'")
-        return
+        return {"failed": f"vLLM does not load within {PROBE_SECONDS} s; try: python -c 'import vllm'"}
     if run.returncode or not run.stdout.strip():
         last = (run.stderr.strip().splitlines() or [f"exit code {run.returncode}"])[-1]
-        yield Finding(False, f"vLLM does not load ({last}); try: python -c 'import vllm', and install it again")
+        return {"failed": f"vLLM does not load ({last}); try: python -c 'import vllm', and install it again"}
+    return json.loads(run.stdout.strip().splitlines()[-1])
+
+
+def _engine(found: dict[str, Any], model: Model | None) -> Iterator[Finding]:
+    """Findings of the process that loads vLLM: plugin, device, FlashAttention, decode kernel, the model's config."""
+    if "failed" in found:
+        yield Finding(False, found["failed"])
         return
-    found = json.loads(run.stdout.strip().splitlines()[-1])
     missing = [name for name in FORMATS if name not in found["registered"]]
     if missing:
         yield Finding(False, f"the plugin does not register {', '.join(missing)}; run: packed-kv patch apply")
     else:
         yield Finding(True, f"plugin loads: {', '.join(found['registered'])} (PyTorch {found['torch']})")
-    yield from _device(found, head_dim, group, has_latents=model is not None and model.has_latents)
+    yield from _device(found, *_heads(model), has_latents=model is not None and model.has_latents)
+    if model and found.get("unknown"):
+        yield Finding(False, f"{model.name}: {found['unknown']}")
+    elif model and (reason := found.get("unreadable")):
+        by_code = model.config.get("auto_map") is not None
+        said = (
+            "needs --trust-remote-code"
+            if by_code
+            else f"cannot read the config ({printable(reason)}); use another model"
+        )
+        yield Finding(by_code, f"{model.name}: vLLM {said}")
 
 
 def _device(found: dict[str, Any], head_dim: int, group: int, has_latents: bool = False) -> Iterator[Finding]:
     if found["platform"] == "cpu":
         yield _cpu_kernels()
+        yield from _cache()
         yield Finding(True, SELFTEST)
         return
     if found["platform"] != "cuda" or not found["devices"]:
@@ -200,6 +224,8 @@ def _device(found: dict[str, Any], head_dim: int, group: int, has_latents: bool 
         yield Finding(True, f"decodes of latents are served by {_latent_kernel(capability)}")
     else:
         yield Finding(True, _decode_kernel(capability, head_dim, group))
+    if capability == CAPABILITY:
+        yield from _cache()
     yield Finding(True, _triton_kernels())
     yield Finding(True, SELFTEST)
 
@@ -214,6 +240,12 @@ def _cpu_kernels() -> Finding:
     number = len(list(folder.glob(f"*-{target.name}-*.so")))
     state = f"{number} libraries compiled in" if number else "to be compiled at the first start, into"
     return Finding(True, f"platform CPU: kernels in C++ for {target.name} by {compiler.version}, {state} {folder}")
+
+
+def _cache() -> Iterator[Finding]:
+    """A finding if compiled kernels cannot be kept."""
+    if reason := why_not_kept():
+        yield Finding(False, f"each start would compile the kernels again: {reason}")
 
 
 def _latent_kernel(capability: tuple[int, ...]) -> str:
@@ -266,8 +298,8 @@ def _heads(model: Model | None) -> tuple[int, int]:
     return layer.head_size, model.query_heads(layer) // layer.kv_heads
 
 
-def _calibration(name: str, model: Model, folder: Path | None) -> Finding:
-    """The file that an engine would use, or that there is none."""
+def _calibration(name: str, model: Model, folder: Path | None, ropes: dict[str, Parameters] | None) -> Finding:
+    """The file that an engine would use, or that there is none. `ropes`: the model's; None: not known."""
     file = (folder or Path()) / FILE_NAME
     if not file.is_file():
         kept = sorted(_cache_root().glob(f"packed_kv/{Path(name).name}-*.json"))
@@ -284,9 +316,12 @@ def _calibration(name: str, model: Model, folder: Path | None) -> Finding:
             layers=model.config["num_hidden_layers"], kv_heads=layer.kv_heads, head_size=layer.head_size,
             value_head_size=layer.value_size or layer.head_size, every_layer=whole,
         )  # fmt: skip
+        if ropes is not None:
+            found.check_rope(ropes)
     except CalibrationError as error:
         return Finding(False, str(error))
-    return Finding(True, f"calibration of {len(found.layers)} layers, made for {found.recipe}, in {file}")
+    unlike = ", not compared with the model's RoPE" if found.ropes and ropes is None else ""
+    return Finding(True, f"calibration of {len(found.layers)} layers, made for {found.recipe}, in {file}{unlike}")
 
 
 def _cache_root() -> Path:
@@ -297,9 +332,15 @@ def _cache_root() -> Path:
 
 def _tier(folder: Path) -> Finding:
     """Check that pages can be written into a folder."""
-    if not folder.is_dir():
+    there = next(path for path in (folder, *folder.absolute().parents) if os.path.lexists(path))
+    if not os.path.isdir(there):
+        return Finding(False, f"--tiers {folder}: {there} is not a folder; name another")
+    if there != folder:
         return Finding(False, f"--tiers {folder} is not a folder; run: mkdir -p {folder}")
-    if not os.access(folder, os.W_OK | os.X_OK):
-        return Finding(False, f"--tiers {folder} cannot be written; give it to the user who serves, or name another")
-    state = os.statvfs(folder)
+    try:
+        tempfile.TemporaryFile(dir=folder).close()
+        state = os.statvfs(folder)
+    except OSError as error:
+        reason = f"cannot be written ({error.strerror})"
+        return Finding(False, f"--tiers {folder} {reason}; give it to the user who serves, or name another")
     return Finding(True, f"tier {folder}: {state.f_bavail * state.f_frsize / GIB:.1f} GiB free")

@@ -7,8 +7,9 @@ import sys
 from typing import Any
 
 
-def probe(head_dim: int) -> dict[str, Any]:
-    """Platform, device and what is registered; FlashAttention's version for heads of `head_dim` channels."""
+def probe(head_dim: int, folder: str = "") -> dict[str, Any]:
+    """Platform, device and what is registered; FlashAttention's version for heads of `head_dim` channels; and what vLLM
+    reads from the config.json of a folder."""
     import torch
     import vllm.config.cache as cache_config
     from vllm.platforms import current_platform
@@ -34,8 +35,28 @@ def probe(head_dim: int) -> dict[str, Any]:
             "memory": torch.cuda.get_device_properties(0).total_memory,
             "flash_attention": get_flash_attn_version(head_size=head_dim),
         }
-    return found
+    return found | (_model(folder) if folder else {})
+
+
+def _model(folder: str) -> dict[str, Any]:
+    """`unknown`: that vLLM does not know the architecture, or "". `ropes`: the model's, which an engine compares
+    with a calibration file's; or `unreadable`: why vLLM cannot read the config."""
+    from vllm.transformers_utils.config import get_config, get_hf_text_config
+
+    from ..planning.config_file import load
+    from ..rope import rope_parameters
+    from ..vllm_compat import unknown_architecture
+
+    written, _ = load(folder)
+    found: dict[str, Any]
+    try:
+        config = get_config(folder, trust_remote_code=False)
+        names, found = config.architectures, {"ropes": rope_parameters(get_hf_text_config(config))}
+    except Exception as error:  # transformers raises what a config leads it to
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        names, found = written.get("architectures"), {"unreadable": reason}
+    return found | {"unknown": unknown_architecture(names or [], has_code="auto_map" in written)}
 
 
 if __name__ == "__main__":
-    print(json.dumps(probe(int(sys.argv[1]))))
+    print(json.dumps(probe(int(sys.argv[1]), *sys.argv[2:])))

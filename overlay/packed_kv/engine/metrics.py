@@ -12,16 +12,20 @@ import functools
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from prometheus_client import Counter, Gauge
+from vllm.logger import init_logger
 from vllm.platforms import current_platform
 from vllm.v1.metrics.loggers import StatLoggerBase
 
 from ..formats import FORMATS
 from ..model_shape import DENSE, BadInput, bytes_per_token, parse
+from ..settings.options import KEY
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
     from ..formats import Format
+
+logger = init_logger("vllm.packed_kv")
 
 INFO = ("dtype", "bytes_per_token", "ratio", "recent_tokens", "calibration", "fingerprint")
 ENGINE = ("model_name", "engine")
@@ -61,6 +65,7 @@ class PackedStats(StatLoggerBase):
         self.config = vllm_config
         self.fmt = FORMATS.get(vllm_config.cache_config.cache_dtype)
         if self.fmt is None:
+            _warn_of_options(vllm_config)
             return
         self.engine = (str(vllm_config.model_config.served_model_name), str(engine_index))
         self.prefill, self.decode = routes(vllm_config)
@@ -96,6 +101,19 @@ class PackedStats(StatLoggerBase):
                 taken.add(PREFIX_CACHE)
             for route in taken:
                 self.requests[route].inc()
+
+
+def _warn_of_options(config: VllmConfig) -> None:
+    """Log that options are given to an engine in which nothing is packed, of which packed-kv hears only here."""
+    draft = config.speculative_config.kv_cache_dtype if config.speculative_config else None
+    if draft not in FORMATS and isinstance(config.additional_config, dict) and KEY in config.additional_config:
+        dtype = config.cache_config.cache_dtype
+        logger.warning(
+            "--additional-config: %s has no effect with --kv-cache-dtype %s; use one of %s",
+            KEY,
+            dtype,
+            ", ".join(FORMATS),
+        )
 
 
 def routes(config: VllmConfig) -> tuple[str, str]:

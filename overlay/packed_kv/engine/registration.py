@@ -23,10 +23,10 @@ from vllm.v1.kv_cache_interface import KVQuantMode
 
 from ..architectures import PLAIN_SPARSE_LATENTS
 from ..cache_scheme import said_of_cache
-from ..facts import Attention, Cache, Drafts, Facts, Latents, Layer, Vllm
+from ..facts import Attention, Cache, Drafts, Facts, Latents, Layer, Parallel, Vllm
 from ..formats import FORMATS, Format
 from ..refusals import refuse
-from ..settings.facts import auto_cache, check_skipped_layers, engine_facts
+from ..settings.facts import auto_cache, check_skipped_layers, engine_facts, given_facts
 from ..settings.options import read_options
 from ..vllm_compat import is_patched, version_without_latents, version_without_rows
 from .names import class_name, latent_registry_name, registry_name, sparse_registry_name
@@ -125,7 +125,6 @@ class PackedDTypeHandler:
             Latents(is_mla=config.use_mla, is_sparse=config.use_sparse),
             Attention(kind=AttentionType(config.attn_type).value, has_image_prefix=config.use_mm_prefix),
             Layer(head_size=config.head_size),
-            Cache(block_size=config.block_size),
             Vllm(backend_reasons=reasons),
         )
         refuse(facts, self.name)
@@ -150,7 +149,6 @@ class PackedDTypeHandler:
                 version_without_latents=version_without_latents(),
                 version_without_rows=version_without_rows() if is_sparse and current_platform.is_cuda() else None,
             ),
-            Cache(block_size=config.block_size),
         )
         refuse(facts, self.name)
         from .latent_backend import latent_backend_of, sparse_latent_backend_of
@@ -217,21 +215,26 @@ class PackedDTypeHandler:
         layer.impl.build(layer_name, layer)
 
     def before_engine(self, vllm_config: VllmConfig) -> None:
-        """Check the options, have a calibration file made if that was asked for, then see to tiers on disk.
+        """Check the options, have a calibration file made if that was asked for, check it, and see to tiers on disk.
 
         Raises Refused, OptionError, CalibrationError, and ValueError for tiers without a folder.
         """
+        from ..settings.calibration import read_calibration
         from ..settings.options import check_files
         from ..settings.self_calibration import resolve_auto
         from ..sharing.tiers import check_tiers
         from ..window.size import log_window
 
-        refuse(engine_facts(vllm_config), self.name)
+        facts = Facts(*engine_facts(vllm_config).records, given_facts(vllm_config))
+        refuse(facts, self.name)
         if asked := said_of_cache(getattr(vllm_config.model_config.hf_config, "quantization_config", None) or {}):
             logger.info("KV cache dtype %s: %s", self.name, asked)
         check_files(read_options(vllm_config.additional_config))
         log_window(vllm_config)
         resolve_auto(vllm_config)
+        file = read_calibration(vllm_config)
+        has_mean_blocks = file is not None and bool(file.ropes) and not facts.latents.is_mla
+        refuse(Facts(*facts.records, Parallel(has_mean_blocks=has_mean_blocks)), self.name)
         check_tiers(vllm_config, FORMATS[self.name])
         if vllm_config.lora_config is not None:
             from ..sharing.adapters import name_adapters

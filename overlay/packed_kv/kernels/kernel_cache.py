@@ -18,6 +18,7 @@ from pathlib import Path
 
 logger = logging.getLogger("vllm.packed_kv")
 DIGEST_BYTES = 32
+ANOTHER = "name a folder of your own by PACKED_KV_CACHE"
 
 
 class _Untrusted(Exception):
@@ -63,23 +64,35 @@ def load_or_compile(name: str, compile_kernel: Callable[[], bytes]) -> bytes:
     return code
 
 
+def why_not_kept() -> str:
+    """Say why compiled kernels cannot be kept; "": they can. Makes the folder, as keeping one does."""
+    probe = f".{secrets.token_hex(8)}"
+    try:
+        with _opened_folder(cache_folder()) as folder:
+            os.close(os.open(probe, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600, dir_fd=folder))
+            os.unlink(probe, dir_fd=folder)
+    except (_Untrusted, OSError) as error:
+        return f"{error}; {ANOTHER}" if isinstance(error, OSError) else str(error)
+    return ""
+
+
 @contextmanager
 def _opened_folder(path: Path) -> Iterator[int]:
     """Make the folder if there is none, and give its descriptor. Raises _Untrusted and OSError."""
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        _check(path, os.fstat(descriptor))
+        _check(path, os.fstat(descriptor), ANOTHER)
         yield descriptor
     finally:
         os.close(descriptor)
 
 
-def _check(path: Path, status: os.stat_result) -> None:
+def _check(path: Path, status: os.stat_result, remedy: str) -> None:
     if status.st_uid != os.geteuid():
-        raise _Untrusted(f"{path} belongs to user {status.st_uid}, not to {os.geteuid()}; delete it")
+        raise _Untrusted(f"{path} belongs to user {status.st_uid}, not to {os.geteuid()}; {remedy}")
     if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        raise _Untrusted(f"others can write {path} (mode {status.st_mode & 0o777:o}); delete it")
+        raise _Untrusted(f"others can write {path} (mode {status.st_mode & 0o777:o}); {remedy}")
 
 
 def _read(folder: int, path: Path) -> bytes:
@@ -87,7 +100,7 @@ def _read(folder: int, path: Path) -> bytes:
     status = os.stat(path.name, dir_fd=folder, follow_symlinks=False)  # nobody else can replace it before it is read
     if not stat.S_ISREG(status.st_mode):
         raise _Untrusted(f"{path} is not a regular file; delete it")
-    _check(path, status)
+    _check(path, status, "delete it")
     with open(os.open(path.name, os.O_RDONLY | os.O_NOFOLLOW, dir_fd=folder), "rb") as file:
         content = file.read()
     code, digest = content[:-DIGEST_BYTES], content[-DIGEST_BYTES:]

@@ -95,20 +95,14 @@ class RankCalibration:
         return layer
 
 
-def find_calibration(config: VllmConfig, fmt: Format) -> RankCalibration | None:
-    """The calibration of a model, checked, for the layers that this process builds.
-
-    None if there is no file, or while a draft model is built. Says once which file it is and what of it is used, or
-    that there is none and what that means. Raises CalibrationError for a file that does not fit.
-    """
+def read_calibration(config: VllmConfig) -> Calibration | None:
+    """The calibration file of an engine's model, or None: there is none. Needs no process group. Raises
+    CalibrationError for a file that does not fit the model."""
     model = config.model_config
-    if model.runner_type == "draft":
-        return None
     path = read_options(config.additional_config).calibration
     if path is None:
         path = model_folder(model.model, model.revision) / FILE_NAME
         if not path.is_file():
-            _say_that_there_is_none(path, fmt, model)
             return None
     calibration = load(path)
     has_other_layers = model.is_hybrid or model.has_noops or getattr(model.hf_text_config, "num_kv_shared_layers", 0)
@@ -119,8 +113,23 @@ def find_calibration(config: VllmConfig, fmt: Format) -> RankCalibration | None:
         head_size=head_size,
         every_layer=not has_other_layers,
     )
-    ropes = rope_parameters(model.hf_text_config)
-    calibration.check_rope(ropes)
+    calibration.check_rope(rope_parameters(model.hf_text_config))
+    return calibration
+
+
+def find_calibration(config: VllmConfig, fmt: Format) -> RankCalibration | None:
+    """The calibration of a model, checked, for the layers that this process builds.
+
+    None if there is no file, or while a draft model is built. Says once which file it is and what of it is used, or
+    that there is none and what that means. Raises CalibrationError for a file that does not fit.
+    """
+    model = config.model_config
+    if model.runner_type == "draft":
+        return None
+    calibration = read_calibration(config)
+    if calibration is None:
+        _say_that_there_is_none(model_folder(model.model, model.revision) / FILE_NAME, fmt, model)
+        return None
     rank = RankCalibration(
         calibration,
         fmt,
@@ -130,7 +139,7 @@ def find_calibration(config: VllmConfig, fmt: Format) -> RankCalibration | None:
     )
     no_means = all(layer.key.mean is None for layer in calibration.layers.values())
     hint = f"; it has no means of keys, which tq-calibrate model {model.model} would find" if no_means else ""
-    turns = any(rope["rope_type"] not in VARYING for rope in ropes.values())
+    turns = any(rope["rope_type"] not in VARYING for rope in rope_parameters(model.hf_text_config).values())
     if not no_means and turns and calibration.version < FIRST_WITH_ROPES:
         hint = f"; its means of keys are for short contexts, tq-calibrate model {model.model} makes them for all"
     logger.info_once(

@@ -8,12 +8,13 @@ from vllm.platforms import current_platform
 
 from ..architectures import LATENT_SINKS
 from ..cache_scheme import asked_cache
-from ..facts import Architecture, Cache, Drafts, Engine, Facts, Latents, Layer, Pages, Parallel, Vllm
+from ..facts import Architecture, Cache, Drafts, Engine, Facts, Given, Latents, Layer, Pages, Parallel, Vllm
 from ..formats import FORMATS
 from ..model_shape import all_pick
 from ..refusals import refuse
 from ..vllm_compat import builds_draft, groups_stay, sizes_latents_beside_states
 from .connectors import connectors
+from .options import given_options
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -40,11 +41,13 @@ def engine_facts(config: VllmConfig) -> Facts:
         Parallel(
             dcp=parallel.decode_context_parallel_size,
             dcp_backend=parallel.dcp_comm_backend,
+            dcp_run=parallel.cp_kv_cache_interleave_size,
             has_own_queries=getattr(parallel, "dcp_q_replicate", None),
             pipeline=parallel.pipeline_parallel_size,
             pcp=getattr(parallel, "prefill_context_parallel_size", None),
         ),
         Cache(
+            block_size=cache.block_size if cache.user_specified_block_size else None,
             auto=auto_cache(config),
             skip_layers=tuple(cache.kv_cache_dtype_skip_layers),
             layer_numbers=_layer_numbers(config),
@@ -73,6 +76,19 @@ def engine_facts(config: VllmConfig) -> Facts:
             and (model.architecture.startswith(LATENT_SINKS) or bool(getattr(text, "learnable_sink", False)))
             and not (picks_tokens(config) and all_pick(getattr(text, "layer_types", None))),
         ),
+    )
+
+
+def given_facts(config: VllmConfig) -> Given:
+    """Facts about options that a model or a device may have no use for. Of an engine, before it is started: where a
+    draft is built, the options may be the model's."""
+    given, speculative = given_options(config.additional_config), config.speculative_config
+    models = [config.model_config, speculative.draft_model_config if speculative else None]
+    return Given(
+        decode_kernel=given.get("decode_kernel"),
+        latent_rope_bits=given.get("latent_rope_bits"),
+        is_fp32=str(config.model_config.dtype) == "torch.float32",
+        has_latents=any(model.use_mla for model in models if model is not None),
     )
 
 

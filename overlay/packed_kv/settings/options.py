@@ -6,6 +6,7 @@ import os
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
+from typing import Any
 
 from ..formats import ROPE_BITS
 from ..json_file import printable
@@ -81,6 +82,12 @@ def read_options(additional_config: object) -> Options:
         said = f"--additional-config: packed_kv.latent_rope_bits is {_shown(rope_bits)}"
         raise OptionError(f"{said}; write {KEYS['latent_rope_bits']}")
     return Options(Path(path).expanduser() if isinstance(path, str) else None, recent, kernel, rope_bits)
+
+
+def given_options(additional_config: object) -> dict[str, Any]:
+    """The options of an engine that are given, as they are written. Raises OptionError."""
+    read_options(additional_config)
+    return additional_config.get(KEY, {}) if isinstance(additional_config, dict) else {}
 
 
 def check_files(options: Options) -> None:

@@ -26,7 +26,7 @@ from vllm.logger import init_logger
 
 from ..calibration_file import FILE_NAME, VERSION, CalibrationError, load
 from .calibration import model_folder
-from .options import AUTO
+from .options import AUTO, KEY, given_options
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
@@ -56,13 +56,13 @@ def resolve_auto(config: VllmConfig) -> None:
 
     Makes the latter if it is not there; of several processes one makes it, the others wait. Raises CalibrationError.
     """
-    options = config.additional_config.get("packed_kv", {}) if isinstance(config.additional_config, dict) else {}
-    if not isinstance(options, dict) or options.get("calibration") != AUTO:
+    options = given_options(config.additional_config)
+    if options.get("calibration") != AUTO:
         return
     path = settled_file(config)
     if path.name != FILE_NAME:
         _ensure(path, config)
-    config.additional_config = {**config.additional_config, "packed_kv": {**options, "calibration": str(path)}}
+    config.additional_config = {**config.additional_config, KEY: {**options, "calibration": str(path)}}
 
 
 def settled_file(config: VllmConfig) -> Path:
