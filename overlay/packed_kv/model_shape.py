@@ -161,6 +161,17 @@ class Model:
         """The layers with keys and values, those that share others' pages among them."""
         return tuple(layer for layer in self.layers if layer.kind != "state")
 
+    def calibrated_shape(self) -> dict[str, Any]:
+        """Arguments of `Calibration.check_model` for a model on one rank."""
+        layer = self.attention[0]
+        return {
+            "layers": self.config["num_hidden_layers"],
+            "kv_heads": layer.kv_heads,
+            "head_size": layer.head_size,
+            "value_head_size": layer.value_size or layer.head_size,
+            "every_layer": not self.is_hybrid and not any(layer.is_shared for layer in self.layers),
+        }
+
     def query_heads(self, layer: Layer) -> int:
         """Query heads of a layer, on all ranks."""
         return whole(layer_config(self.config, layer.number % self.config["num_hidden_layers"]), "num_attention_heads")

@@ -263,14 +263,7 @@ def check_calibration(named: Path | None, model: str, config: Any) -> None:
         parsed = model_shape.parse(fields, model)
     except model_shape.BadInput:
         return  # engines refuse the model
-    layer = parsed.attention[0]
-    file.check_model(
-        layers=parsed.config["num_hidden_layers"],
-        kv_heads=layer.kv_heads,
-        head_size=layer.head_size,
-        value_head_size=layer.value_size or layer.head_size,
-        every_layer=not parsed.is_hybrid and not any(layer.is_shared for layer in parsed.layers),
-    )
+    file.check_model(**parsed.calibrated_shape())
 
 
 def kv_cache_memory(options: argparse.Namespace) -> int:

@@ -302,20 +302,15 @@ def _calibration(name: str, model: Model, folder: Path | None, ropes: dict[str, 
     """The file that an engine would use, or that there is none. `ropes`: the model's; None: not known."""
     file = (folder or Path()) / FILE_NAME
     if not file.is_file():
-        kept = sorted(_cache_root().glob(f"packed_kv/{Path(name).name}-*.json"))
+        kept = sorted(_cache_root().glob(f"packed_kv/{model.name.rpartition('/')[2]}-*.json"))
         if not kept:
             if reason := why_no_file(model):
                 return Finding(True, f"no calibration, and none can be made: {reason}; tq4 needs none")
             return Finding(True, f"no calibration (optional); to lower the error: packed-kv calibrate model {name}")
         return Finding(True, f'calibration of "auto" kept in {kept[-1]} (used with "calibration": "auto")')
-    layer = model.attention[0]
-    whole = not model.is_hybrid and not any(layer.is_shared for layer in model.layers)
     try:
         found = load_calibration(file)
-        found.check_model(
-            layers=model.config["num_hidden_layers"], kv_heads=layer.kv_heads, head_size=layer.head_size,
-            value_head_size=layer.value_size or layer.head_size, every_layer=whole,
-        )  # fmt: skip
+        found.check_model(**model.calibrated_shape())
         if ropes is not None:
             found.check_rope(ropes)
     except CalibrationError as error:
