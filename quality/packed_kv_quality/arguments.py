@@ -14,6 +14,7 @@ from typing import Any
 from packed_kv import FORMATS, model_shape
 from packed_kv.calibration_file import FILE_NAME, CalibrationError, load
 from packed_kv.commands.arguments import number
+from packed_kv.layout import RECENT_TOKENS
 from packed_kv.planning import config_file
 from packed_kv.rope import rope_parameters
 from packed_kv.settings.options import AUTO, KEY, OptionError, read_options
@@ -173,6 +174,8 @@ def check_settings(options: argparse.Namespace) -> tuple[Settings, dict[str, Any
         graphs=options.graphs,
         parallel=options.parallel,
     )
+    if has_text:
+        check_window(options, settings.additional_config, context)
     if options.graphs and (chunk > 1 or (lengths and settings.recall.chunk > 1)):
         raise BadInput("--graphs is for decoding: pass --chunk 1 and --recall-chunk 1, or leave recall out")
     identity = {
@@ -249,6 +252,16 @@ def additional_config(options: argparse.Namespace, model: str, config: Any) -> d
     except (OptionError, CalibrationError) as error:
         raise BadInput(str(error)) from error
     return {**options.additional_config, KEY: ours} if ours else options.additional_config
+
+
+def check_window(options: argparse.Namespace, additional_config: dict[str, Any], context: int) -> None:
+    """Raise BadInput if a recent window would hold all tokens of a text, so that no packed page is read."""
+    window = additional_config.get(KEY, {}).get("recent_tokens", RECENT_TOKENS)
+    if FORMATS.keys() & set(options.dtypes) and window >= context:
+        raise BadInput(
+            f"texts of {context} tokens fit the recent window of {window}, which hides what packed pages lose; give "
+            "more as --context, or fewer as packed_kv.recent_tokens in --additional-config"
+        )
 
 
 def check_calibration(named: Path | None, model: str, config: Any) -> None:

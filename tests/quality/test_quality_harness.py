@@ -294,6 +294,8 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         (["--seed", "-1"], "--seed must be 0 or more, got -1"),
         (["--context", "2"], "--context must be 3 or more, got 2"),
         (["--text", "nowhere.txt", "--text", "{short}"], "nowhere.txt does not exist"),
+        (["--context", "64", "--skip-recall", "--chunk", "8"], "texts of 64 tokens fit the recent window of 64, which"),
+        (["--additional-config", '{"packed_kv": {"recent_tokens": 1920}}'], "fit the recent window of 1920, which"),
     ],
     ids=lambda value: "_".join(value) if isinstance(value, list) else "",
 )
