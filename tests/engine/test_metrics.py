@@ -8,6 +8,7 @@ import pytest
 import torch
 from packed_kv.attention import metadata
 from packed_kv.engine import metrics
+from packed_kv.formats import FORMATS
 from prometheus_client import REGISTRY
 from vllm.v1.metrics.loggers import StatLoggerBase
 
@@ -110,6 +111,21 @@ def test_on_a_cpu_the_compiler_decides(monkeypatch: pytest.MonkeyPatch) -> None:
     assert metrics.routes(config("b", dtype=torch.float32)) == ("pytorch", "pytorch")
     monkeypatch.setenv("CXX", "no-such-compiler")
     assert metrics.routes(config("b")) == ("pytorch", "pytorch")
+
+
+@pytest.mark.parametrize(("dtype", "plain"), [(torch.bfloat16, 2), (torch.float32, 4)])
+def test_skipped_layers_count_in_the_dtype_of_the_model(dtype: torch.dtype, plain: int) -> None:
+    """Two layers of 2 KV heads of 64 channels, the second skipped."""
+    fields = {"model_type": "llama", "hidden_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2,
+              "num_hidden_layers": 2}  # fmt: skip
+    engine = SimpleNamespace(
+        parallel_config=SimpleNamespace(tensor_parallel_size=1),
+        model_config=SimpleNamespace(hf_config=SimpleNamespace(to_dict=lambda: fields), model="two", dtype=dtype),
+        cache_config=SimpleNamespace(kv_cache_dtype_skip_layers=["1"]),
+    )
+    tq4 = FORMATS["tq4"]
+    stored, dense = metrics.stored_and_dense(engine, tq4)
+    assert (stored, dense) == (2 * tq4.slot_bytes(64) + 2 * 2 * 64 * plain, 2 * 2 * 2 * 64 * 2)
 
 
 def test_an_engine_without_a_packed_cache_has_none() -> None:

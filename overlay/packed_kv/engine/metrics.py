@@ -191,5 +191,5 @@ def stored_and_dense(config: VllmConfig, fmt: Format) -> tuple[int, int]:
         DENSE if str(layer.number) in skipped or (layer.kind == "sliding" and "sliding_window" in skipped) else fmt.name
         for layer in model.layers
     ]
-    stored = bytes_per_token(zip(model.layers, dtypes, strict=True))
+    stored = bytes_per_token(zip(model.layers, dtypes, strict=True), config.model_config.dtype.itemsize)
     return stored, bytes_per_token((layer, DENSE) for layer in model.layers)
