@@ -179,16 +179,16 @@ REFUSED = [
     (Facts(Engine(has_fast_prefill=True)), "--kv-sharing-fast-prefill: the host"),
     (Facts(Engine(has_micro_batches=True)), "--enable-dbo and --ubatch-size: two batches"),
     (
-        Facts(Engine(platform="cpu"), Given(decode_kernel="auto")),
-        "packed_kv.decode_kernel: auto, a choice between kernels of CUDA in fp16 and bf16, and this is a CPU; leave",
+        Facts(Engine(platform="cpu"), Given(decode_kernel="triton")),
+        "packed_kv.decode_kernel: triton, a choice between kernels of CUDA in fp16 and bf16, and this is a CPU; leave",
     ),
     (
         Facts(Engine(platform="cuda"), Given(is_fp32=True, decode_kernel="triton")),
         "packed_kv.decode_kernel: triton, a choice between kernels of CUDA in fp16 and bf16, and this is float32; ",
     ),
     (
-        Facts(Given(latent_rope_bits=16, has_latents=False)),
-        "packed_kv.latent_rope_bits: 16, and the model has no latents (MLA); leave latent_rope_bits out",
+        Facts(Given(latent_rope_bits=8, has_latents=False)),
+        "packed_kv.latent_rope_bits: 8, and the model has no latents (MLA); leave latent_rope_bits out",
     ),
     (
         Facts(Parallel(dcp=2), Engine(platform="cpu")),

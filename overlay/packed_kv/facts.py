@@ -42,7 +42,7 @@ class Engine(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class Given(Record):
-    """Options of `--additional-config` that are given, and what they would be for.
+    """Options of `--additional-config` that are given, and whether the model has a use for them.
 
     is_fp32: the model computes in float32.
     has_latents: the model or a draft has latent attention (MLA).

@@ -362,12 +362,12 @@ RULES: tuple[Rule, ...] = (
     Rule("--enable-dbo and --ubatch-size", "the options",
          lambda f: f.engine.has_micro_batches and "two batches would share one schedule", "leave the options out"),
     Rule("packed_kv.decode_kernel", "`--additional-config`",
-         lambda f: f.given.decode_kernel is not None and (f.engine.platform == "cpu" or f.given.is_fp32)
-         and f"{f.given.decode_kernel}, a choice between kernels of CUDA in fp16 and bf16, and this is "
+         lambda f: f.given.decode_kernel == "triton" and (f.engine.platform == "cpu" or f.given.is_fp32)
+         and "triton, a choice between kernels of CUDA in fp16 and bf16, and this is "
          + ("a CPU" if f.engine.platform == "cpu" else "float32"), "leave decode_kernel out"),
     Rule("packed_kv.latent_rope_bits", "`--additional-config`",
-         lambda f: f.given.latent_rope_bits is not None and f.given.has_latents is False
-         and f"{f.given.latent_rope_bits}, and {_model(f)} has no latents (MLA)", "leave latent_rope_bits out"),
+         lambda f: f.given.latent_rope_bits == 8 and f.given.has_latents is False
+         and f"8, and {_model(f)} has no latents (MLA)", "leave latent_rope_bits out"),
     _dcp("--dcp-q-replicate", lambda f: f.latents.is_mla and f.parallel.has_own_queries,
          "the option; `VLLM_DCP_Q_REPLICATE`", "its weights are copied before latents' are folded into them",
          "leave out --dcp-q-replicate and VLLM_DCP_Q_REPLICATE"),

@@ -159,7 +159,10 @@ def test_a_vllm_that_does_not_load(probed) -> None:
 @pytest.mark.parametrize(
     ("found", "said"),
     [
-        ({"unreadable": "no such type"}, "demo-7m: vLLM cannot read the config (no such type); use another model"),
+        (
+            {"unreadable": "no such type", "has_code": False},
+            "demo-7m: vLLM cannot read the config (no such type); use another model",
+        ),
         ({"unknown": "vLLM does not know it"}, "demo-7m: vLLM does not know it"),
         ({"unknown": "", "ropes": {}}, "OK    demo-7m: 6 full layers of 2 KV heads of 128 channels"),
     ],
@@ -184,14 +187,15 @@ def test_the_process_reads_a_config_as_an_engine(tmp_path: Path) -> None:
     assert found(architectures=["NoSuchForCausalLM"])["unknown"] == unknown
     assert "model type `no_such`" in found(model_type="no_such")["unreadable"]
     custom = found(model_type="no_such", architectures=["QWenLMHeadModel"], auto_map={"AutoConfig": "a.B"})
-    assert custom["unknown"].startswith("vLLM served QWen") and "unreadable" in custom
+    assert custom["unknown"].startswith("vLLM served QWen") and "unreadable" in custom and custom["has_code"]
     assert not found(architectures=["NoSuchForCausalLM"], auto_map={"AutoModelForCausalLM": "a.B"})["unknown"]
     assert not found(architectures=["QWenLMHeadModel", "LlamaForCausalLM"])["unknown"]
 
 
 def test_custom_code_is_no_fault(probed, tmp_path: Path) -> None:
-    probed(H200 | {"unreadable": "no"})
-    (tmp_path / "config.json").write_text(json.dumps({**MODELS["LlamaForCausalLM"], "auto_map": {"AutoConfig": "a.B"}}))
+    """The process says that there is some: where a config nests its text, that part has no auto_map."""
+    probed(H200 | {"unreadable": "no", "has_code": True})
+    (tmp_path / "config.json").write_text(json.dumps(MODELS["LlamaForCausalLM"]))
     assert f"OK    {tmp_path.name}: vLLM needs --trust-remote-code" in lines(str(tmp_path))
 
 

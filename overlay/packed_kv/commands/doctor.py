@@ -82,7 +82,7 @@ def findings(options: argparse.Namespace) -> Iterator[Finding]:
     yield _python()
     model, folder, source = None, None, options.model
     if source is not None:
-        if Path(source).name == CONFIG and os.path.isfile(source):
+        if Path(source).name == CONFIG and Path(source).expanduser().is_file():
             source = str(Path(source).parent)
         try:
             config, folder = load(source)
@@ -191,12 +191,9 @@ def _engine(found: dict[str, Any], model: Model | None) -> Iterator[Finding]:
     if model and found.get("unknown"):
         yield Finding(False, f"{model.name}: {found['unknown']}")
     elif model and (reason := found.get("unreadable")):
-        by_code = model.config.get("auto_map") is not None
-        said = (
-            "needs --trust-remote-code"
-            if by_code
-            else f"cannot read the config ({printable(reason)}); use another model"
-        )
+        by_code = found["has_code"]
+        unread = f"cannot read the config ({printable(reason)}); use another model"
+        said = "needs --trust-remote-code" if by_code else unread
         yield Finding(by_code, f"{model.name}: vLLM {said}")
 
 

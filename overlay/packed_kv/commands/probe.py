@@ -40,7 +40,7 @@ def probe(head_dim: int, folder: str = "") -> dict[str, Any]:
 
 def _model(folder: str) -> dict[str, Any]:
     """`unknown`: that vLLM does not know the architecture, or "". `ropes`: the model's, which an engine compares
-    with a calibration file's; or `unreadable`: why vLLM cannot read the config."""
+    with a calibration file's; or `unreadable`: why vLLM cannot read the config. `has_code`: the model brings code."""
     from vllm.transformers_utils.config import get_config, get_hf_text_config
 
     from ..planning.config_file import load
@@ -55,7 +55,8 @@ def _model(folder: str) -> dict[str, Any]:
     except Exception as error:  # transformers raises what a config leads it to
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         names, found = written.get("architectures"), {"unreadable": reason}
-    return found | {"unknown": unknown_architecture(names or [], has_code="auto_map" in written)}
+    has_code = "auto_map" in written
+    return found | {"has_code": has_code, "unknown": unknown_architecture(names or [], has_code=has_code)}
 
 
 if __name__ == "__main__":

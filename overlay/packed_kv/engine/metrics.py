@@ -65,7 +65,8 @@ class PackedStats(StatLoggerBase):
         self.config = vllm_config
         self.fmt = FORMATS.get(vllm_config.cache_config.cache_dtype)
         if self.fmt is None:
-            _warn_of_options(vllm_config)
+            if engine_index == 0:
+                _warn_of_options(vllm_config)
             return
         self.engine = (str(vllm_config.model_config.served_model_name), str(engine_index))
         self.prefill, self.decode = routes(vllm_config)
