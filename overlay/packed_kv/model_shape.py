@@ -498,6 +498,9 @@ def _kinds(text: Config) -> list[tuple[str, ...]]:
 
 def _sliding_layers(text: Config, kind: str, number: int) -> list[bool]:
     """Whether each layer slides, in a model of a type in `SLIDING_AND_FULL`."""
+    letters = text.get("sliding_window_pattern")
+    if isinstance(letters, str) and letters and {*letters} <= {"L", "G"}:  # EXAONE 4, whose last layer is full
+        return [letters[i % len(letters)] == "L" for i in range(number - 1)] + [False]
     period = whole(text, "sliding_window_pattern", "global_attn_every_n_layers") or SLIDING_AND_FULL[kind]
     full = 0 if kind in FULL_FIRST else period - 1
     slides = [i % period != full for i in range(number)]

@@ -163,6 +163,18 @@ def test_layers_that_differ_by_an_unknown_rule(tmp_path: Path, capsys: pytest.Ca
     assert error.endswith("layers of olmo_hybrid differ, but the config has no layer_types; give one that has\n")
 
 
+@pytest.mark.parametrize(
+    ("pattern", "kinds"), [("LLLG", "LLLGLLG"), ("GL", "GLGLGLG"), ("L", "LLLLLLG"), (3, "LLGLLGL")]
+)
+def test_letters_of_sliding_and_full_layers(pattern: str | int, kinds: str) -> None:
+    """As transformers documents EXAONE 4's."""
+    config = {"model_type": "exaone4", "num_hidden_layers": 7, "sliding_window_pattern": pattern}
+    found = [layer.kind for layer in parse(config, "EXAONE 4").layers]
+    assert found == [{"L": "sliding", "G": "full"}[letter] for letter in kinds]
+    with pytest.raises(BadInput, match='sliding_window_pattern is "LLX"; it must be a whole number'):
+        parse({**config, "sliding_window_pattern": "LLX"}, "EXAONE 4")
+
+
 def test_a_config_without_its_text_is_refused() -> None:
     """The text that transformers puts there is not the default of its class (PaliGemma)."""
     with pytest.raises(BadInput, match="has no attention that its config describes"):
