@@ -62,6 +62,8 @@ NEED_LAYER_TYPES = (
     "cohere2_moe", "granitemoehybrid", "mimo_v2_flash", "nemotron_h", "olmo_hybrid", "zamba2",
 )  # fmt: skip
 """Model types whose layers differ by no rule that is known here where the config says nothing."""
+NOT_SERVED = ("bamba", "plamo2", "recurrent_gemma")
+"""Model types with layers of several kinds that vLLM served before 0.27, or never: no vLLM that is patched does."""
 DELTA_NET = ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim")
 """Sizes of gated delta nets, each after `linear_`."""
 EXPANDED_LATENTS = ("minicpm3",)
@@ -276,6 +278,8 @@ def parse(config: Config, name: str, ranks: int = 1, recurrent_dtype: str | None
     """
     name, text = printable(name), text_config(config)
     kind = f"{name} ({printable(word(text, 'model_type'), 60) or 'of no model_type'})"
+    if word(text, "model_type") in NOT_SERVED:
+        raise BadInput(f"{kind} is of a type that no vLLM serves that packed-kv supports; give another model")
     number = _layers_with_weights(text)
     heads = whole(text, *HEADS)
     hidden = whole(text, *HIDDEN)
