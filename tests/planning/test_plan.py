@@ -396,6 +396,14 @@ def test_arguments_change_what_they_say(shape_8b: str, capsys: pytest.CaptureFix
     assert of("bf16", "--kv-cache-memory", "10GB")["kv_tokens"] == int(10e9 // (16 * 147456)) * 16
 
 
+@pytest.mark.parametrize(("context", "recent"), [("32", 64), ("4k", 4096)])
+def test_a_window_is_bound_by_what_the_engine_serves(context: str, recent: int, capsys) -> None:
+    """By the model's 2,048 tokens or a longer context, not by a request's tokens, of which the window has no more."""
+    found = plan(capsys, str(DEMO_MODEL), "--gpu", "H200", "--context", context, "--recent-tokens", str(recent))
+    (held,) = {row["recent_tokens"] for row in found["dtypes"] if row["dtype"] in FORMATS}
+    assert held == min(recent, found["context"])
+
+
 def test_what_was_assumed_stands_under_the_table(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([str(DEMO_MODEL), "--gpu", "L4"]) == 0
     text = capsys.readouterr().out
@@ -575,8 +583,8 @@ def test_a_config_that_cannot_be_planned(name: str, tmp_path: Path, capsys: pyte
         (("{8b}", "--gpu", "H200", "--tensor-parallel", "5"), "--tensor-parallel 5 does not divide the 32"),
         (("{8b}", "--gpu", "H200", "--skip-layers", "40"), "--skip-layers 40: no attention layer of"),
         (
-            ("{8b}", "--gpu", "H200", "--context", "1k", "--recent-tokens", "1025"),
-            "--recent-tokens 1,025 is more than the context of 1,024 tokens; give 0 to 1,024",
+            ("{8b}", "--gpu", "H200", "--context", "1k", "--recent-tokens", "65537"),
+            "--recent-tokens 65,537 is more than the model's context of 65,536 tokens; give 0 to 65,536",
         ),
         (
             ("{mistral}", "--gpu", "H200", "--recent-tokens", "4097"),
