@@ -495,13 +495,15 @@ def test_bits_of_rope_need_latents(shape_8b: str, capsys: pytest.CaptureFixture[
 
 def test_plot(shape_8b: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("matplotlib")
-    assert main([shape_8b, "--gpu", "H200", "--plot", str(tmp_path / "plan.png")]) == 0
-    assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
+    for name in "plan.png", "plan", "plan.jpeg":
+        assert main([shape_8b, "--gpu", "H200", "--plot", str(tmp_path / name)]) == 0
+        assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
     (tmp_path / "folder.png").mkdir()
+    os.mkfifo(tmp_path / "fifo")
     cases = {
         tmp_path / "no" / "plan.png": "cannot be written; name a file in a folder that is there",
-        tmp_path / "plan.jpeg": "is no PNG file; give one, such as plan.png",
-        tmp_path / "folder.png": "is no PNG file",
+        tmp_path / "folder.png": "is a folder; name a file, such as plan.png",
+        tmp_path / "fifo": "is not a regular file; name a file, such as plan.png",
     }
     capsys.readouterr()
     for file, said in cases.items():
