@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
+from statistics import mean
 
 import quality_rows
 import tables
 from bench_engine import MODEL_8B
+from packed_kv.formats import FORMATS
 from packed_kv.model_shape import parse
 from packed_kv.planning.cache import Serving, bytes_per_token
 from packed_kv.planning.cards import CARDS
@@ -42,20 +44,23 @@ def content() -> str:
 def step() -> dict[str, object]:
     """The terms of a decode step (planning/measured.py) that the 8B shape's steps give.
 
-    A dtype's share of the card's bandwidth is the slope between 1,024 and 8,192 tokens of 32 requests. `request_ms` is
-    the slope of bf16 from 32 requests to 128 of a quarter of their tokens, `fixed_ms` what is left of its step, and
+    A dtype's share of the card's bandwidth is the slope between 1,024 and 8,192 tokens of 32 requests, the mean of all
+    dtypes of its width: one kernel reads their pages, and steps of several engines differ by noise. `request_ms` is the
+    slope of bf16 from 32 requests to 128 of a quarter of their tokens, `fixed_ms` what is left of its step, and
     `collective_ms` what is left of its step on two cards.
     """
     rows = load("release/decode.csv")
     (made_by,) = {(row["gpu"], row["vllm"], row["commit"]) for row in rows if row["dtype"] == BASELINE}
     ms = {(row["dtype"], row["requests"], row["context"]): float(row["p50_ms"]) for row in rows}
     shape, serving = parse(MODEL_8B, "8B"), Serving(8192)
-    share = {}
+    slopes: dict[tuple[int, int | None] | str, list[float]] = {}
     for name in ("bf16", "fp8", *DTYPES):
         dtype = BASELINE if name == "bf16" else name
-        seconds = (ms[dtype, "32", "8192"] - ms[dtype, "32", "1024"]) / 1e3
+        slopes.setdefault(width(name), []).append(ms[dtype, "32", "8192"] - ms[dtype, "32", "1024"])
+    share = {}
+    for name in ("bf16", "fp8", *DTYPES):
         read = 32 * (8192 - 1024) * bytes_per_token(shape, name, serving)
-        share[name] = round(read / seconds / CARDS[GPU].bandwidth, 4)
+        share[name] = round(read / mean(slopes[width(name)]) * 1e3 / CARDS[GPU].bandwidth, 4)
 
     def reading_ms(requests: int, context: int, ranks: int) -> float:
         rank = parse(MODEL_8B, "8B", ranks)
@@ -75,6 +80,11 @@ def step() -> dict[str, object]:
         "gpu": GPU, "fixed_ms": digits(fixed), "request_ms": digits(request),
         "collective_ms": digits(left / (2 * MODEL_8B["num_hidden_layers"])), "share": share,
     }  # fmt: skip
+
+
+def width(name: str) -> tuple[int, int | None] | str:
+    """Bits of a packed dtype's channels, or the name of another dtype."""
+    return (FORMATS[name].bits, FORMATS[name].outlier_bits) if name in FORMATS else name
 
 
 def digits(number: float) -> float:

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from packed_kv.calibration_file import CODEBOOK_VERSION, TRANSFORM_VERSION, VERSION, load
+from packed_kv.json_file import not_a_file
 
 from .choose import LayerChoice
 from .errors import UserError
@@ -85,10 +86,8 @@ def write_file(path: Path, content: dict[str, Any]) -> None:
 
 def check_writable(path: Path) -> None:
     """Raise UserError if `write_file` would have no permission, or replace what is no file, such as a device."""
-    if path.is_dir():
-        raise UserError(f"--out {path} is a folder; name a file in it")
-    if path.exists() and not path.is_file():
-        raise UserError(f"--out {path} is not a regular file; name another")
+    if what := not_a_file(path):
+        raise UserError(f"--out {path} is {what}; name a file")
     try:
         with _beside(path):
             pass

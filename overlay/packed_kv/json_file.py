@@ -1,4 +1,4 @@
-"""Reads JSON that somebody else wrote, and shows values of it in one line. Imports no torch and no vLLM."""
+"""Reads JSON that somebody else wrote, shows it in one line, tells what is no file. Imports no torch and no vLLM."""
 
 from __future__ import annotations
 
@@ -44,6 +44,14 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 def _open_at_once(path: str, flags: int) -> int:
     """Do not wait for somebody to write into a FIFO."""
     return os.open(path, flags | os.O_NONBLOCK)
+
+
+def not_a_file(path: str | os.PathLike[str]) -> str:
+    """What is at a path that no file is to be written to: "a folder" or "not a regular file", such as a device; "":
+    a file, or nothing."""
+    if os.path.isdir(path):
+        return "a folder"
+    return "not a regular file" if os.path.exists(path) and not os.path.isfile(path) else ""
 
 
 def printable(text: object, most: int = 200) -> str:

@@ -49,17 +49,21 @@ NEMOTRON_H_WORDS = {
     "mamba": "M", "linear_attention": "M", "attention": "*", "full_attention": "*", "mlp": "-", "moe": "E",
 }  # fmt: skip
 """The same in words, as transformers 5 writes them."""
+FULL_AT_LAST = ("gemma4", "gemma4_text", "gemma4_unified", "gemma4_unified_text")
+FULL_FIRST = ("cwm", "granite_swa", "granitemoe_swa")
 SLIDING_AND_FULL = {
     "gemma2": 2, "vaultgemma": 2, "gpt_oss": 2, "gemma3_text": 6, "gemma3": 6, "gemma3n_text": 5, "cohere2": 4,
-    "olmo3": 4, "afmoe": 4, "exaone4": 4, "exaone_moe": 4,
+    "olmo3": 4, "afmoe": 4, "exaone4": 4, "exaone_moe": 4, "laguna": 1, "mellum": 1,
+    **dict.fromkeys(FULL_AT_LAST, 6), **dict.fromkeys(FULL_FIRST, 4),
 }  # fmt: skip
-"""Model type -> period of its layers, of which the last is full and the others slide, where the config says nothing."""
+"""Model type -> period of its layers, of which the last (in `FULL_FIRST`, the first) is full and the others slide,
+where the config says nothing. The model's last layer is full, too, in `FULL_AT_LAST`."""
 NEED_LAYER_TYPES = (
-    "bamba", "cohere2_moe", "cwm", "gemma4_text", "gemma4_unified_text", "granite_swa", "granitemoe_swa",
-    "granitemoehybrid", "laguna", "mellum", "mimo_v2_flash", "nemotron_h", "olmo_hybrid", "plamo2", "recurrent_gemma",
-    "zamba2",
+    "cohere2_moe", "granitemoehybrid", "mimo_v2_flash", "nemotron_h", "olmo_hybrid", "zamba2",
 )  # fmt: skip
 """Model types whose layers differ by no rule that is known here where the config says nothing."""
+NOT_SERVED = ("bamba", "plamo2", "recurrent_gemma")
+"""Model types with layers of several kinds that vLLM served before 0.27, or never: no vLLM that is patched does."""
 DELTA_NET = ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim")
 """Sizes of gated delta nets, each after `linear_`."""
 EXPANDED_LATENTS = ("minicpm3",)
@@ -274,6 +278,8 @@ def parse(config: Config, name: str, ranks: int = 1, recurrent_dtype: str | None
     """
     name, text = printable(name), text_config(config)
     kind = f"{name} ({printable(word(text, 'model_type'), 60) or 'of no model_type'})"
+    if word(text, "model_type") in NOT_SERVED:
+        raise BadInput(f"{kind} is of a type that no vLLM serves that packed-kv supports; give another model")
     number = _layers_with_weights(text)
     heads = whole(text, *HEADS)
     hidden = whole(text, *HIDDEN)
@@ -487,12 +493,22 @@ def _kinds(text: Config) -> list[tuple[str, ...]]:
         rope = (given and listed(text, "no_rope_layers", of=int, least=number)) or [(i + 1) % 4 for i in range(number)]
         return [("chunked",) if rotates else ("full",) for rotates in rope[:number]]
     if kind in SLIDING_AND_FULL and window:
-        period = whole(text, "sliding_window_pattern", "global_attn_every_n_layers") or SLIDING_AND_FULL[kind]
-        return [("sliding",) if (i + 1) % period else ("full",) for i in range(number)]
+        return [("sliding",) if slides else ("full",) for slides in _sliding_layers(text, kind, number)]
     if window and text.get("use_sliding_window"):  # Qwen2
         start = whole(text, "max_window_layers")
         return [("sliding",) if i >= start else ("full",) for i in range(number)]
     return [("sliding",) if window else ("full",)] * number
+
+
+def _sliding_layers(text: Config, kind: str, number: int) -> list[bool]:
+    """Whether each layer slides, in a model of a type in `SLIDING_AND_FULL`."""
+    letters = text.get("sliding_window_pattern")
+    if isinstance(letters, str) and letters and {*letters} <= {"L", "G"}:  # EXAONE 4, whose last layer is full
+        return [letters[i % len(letters)] == "L" for i in range(number - 1)] + [False]
+    period = whole(text, "sliding_window_pattern", "global_attn_every_n_layers") or SLIDING_AND_FULL[kind]
+    full = 0 if kind in FULL_FIRST else period - 1
+    slides = [i % period != full for i in range(number)]
+    return [*slides[:-1], False] if kind in FULL_AT_LAST else slides
 
 
 def slot_bytes(dtype: str, layer: Layer, dtype_bytes: int = MODEL_BYTES) -> int:

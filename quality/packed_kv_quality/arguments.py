@@ -14,6 +14,7 @@ from typing import Any
 from packed_kv import FORMATS, model_shape
 from packed_kv.calibration_file import FILE_NAME, CalibrationError, load
 from packed_kv.commands.arguments import number
+from packed_kv.json_file import not_a_file
 from packed_kv.layout import RECENT_TOKENS
 from packed_kv.planning import config_file
 from packed_kv.rope import rope_parameters
@@ -358,8 +359,7 @@ def check_writable(folder: Path, option: str) -> None:
 def check_results(options: argparse.Namespace) -> None:
     """Raise BadInput if results could not be written."""
     if emit := getattr(options, "emit", None):
-        if emit.exists() and not emit.is_file():
-            what = "a folder" if emit.is_dir() else "not a regular file"
+        if what := not_a_file(emit):
             raise BadInput(f"--emit: {emit} is {what}; give a file")
         check_writable(emit.parent, "--emit")
     check_writable(options.output, "--output")

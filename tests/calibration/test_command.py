@@ -263,7 +263,7 @@ BAD_INPUT: dict[str, tuple[Callable[[Path], list[str]], str]] = {
     "device": (demo("--device", "cuda:99"), "--device cuda:99 is not there"),
     "unknown device": (demo("--device", "abacus"), "--device abacus is not there"),
     "no folder": (demo("--out", "FOLDER/none/file.json"), "cannot be written (No such file or directory)"),
-    "out is a folder": (demo("--out", "FOLDER"), "is a folder; name a file in it"),
+    "out is a folder": (demo("--out", "FOLDER"), "is a folder; name a file"),
     "out is no file": (
         lambda folder: [os.mkfifo(folder / "x"), *demo("--out", "FOLDER/x")(folder)][1:],
         "is not a reg",

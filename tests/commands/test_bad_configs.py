@@ -86,6 +86,8 @@ BAD = {
     "letters of fewer layers": ({"layer_types": ["full_attention"] * 4, "num_hidden_layers": 4,
                                  "hybrid_override_pattern": "0"},
                                 "hybrid_override_pattern has 1 letters, but the model has 4 layers"),
+    **{kind: ({"model_type": kind}, f"({kind}) is of a type that no vLLM serves that packed-kv supports; give another")
+       for kind in ("bamba", "plamo2", "recurrent_gemma")},
     "heads of a list": ({"num_key_value_heads": [2, 2]}, "num_key_value_heads is [2, 2]; it must be"),
 }  # fmt: skip
 

@@ -13,7 +13,7 @@ import transformers
 from checkout import REPO
 from coverage_models import MODELS
 from packed_kv.commands.plan import main
-from packed_kv.model_shape import BadInput, Config, parse
+from packed_kv.model_shape import SLIDING_AND_FULL, BadInput, Config, parse
 from packed_kv.planning.plan import layers
 from packed_kv.planning.weights import parameters
 from transformers import CONFIG_MAPPING, PreTrainedConfig
@@ -23,10 +23,7 @@ of_pinned_transformers = pytest.mark.skipif(
     reason="the table is of the transformers that requirements.txt pins",
 )
 NESTED = ("thinker_config", "text_config")
-WITHOUT_LAYER_TYPES = {
-    "cwm", "gemma4", "gemma4_text", "gemma4_unified", "gemma4_unified_text", "granite_swa", "granitemoe_swa",
-    "granitemoehybrid", "laguna", "mellum", "mimo_v2_flash", "zamba2",
-}  # fmt: skip
+WITHOUT_LAYER_TYPES = {"granitemoehybrid", "mimo_v2_flash", "zamba2"}
 """Types of the table that are refused without `layer_types`."""
 
 
@@ -85,8 +82,16 @@ def test_configs_without_defaults(each: bool) -> None:
     for kind in (*generator.TEXT, *generator.OUTER):
         found = check(kind, CONFIG_MAPPING[kind](), each)
         refused |= {kind} if any("layer_types" in line for line in found) else set()
-        assert all("layer_types" in line or "has no attention" in line for line in found) or kind.startswith("gemma4")
+        assert all("layer_types" in line or "has no attention" in line for line in found), (kind, found)
     assert refused == WITHOUT_LAYER_TYPES
+
+
+@of_pinned_transformers
+@pytest.mark.parametrize("kind", sorted({*SLIDING_AND_FULL} & {*generator.TEXT}))
+def test_layers_that_end_within_a_period(kind: str) -> None:
+    config = full(CONFIG_MAPPING[kind](num_hidden_layers=11))
+    del config["layer_types"]
+    assert read(config) == read(full(CONFIG_MAPPING[kind].from_dict(config)))
 
 
 @of_pinned_transformers
@@ -151,11 +156,23 @@ def test_a_null_is_no_default() -> None:
 
 
 def test_layers_that_differ_by_an_unknown_rule(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    config = {name: value for name, value in MODELS["LagunaForCausalLM"].items() if name != "layer_types"}
+    config = {name: value for name, value in MODELS["OlmoHybridForCausalLM"].items() if name != "layer_types"}
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert main([str(tmp_path), "--gpu", "H200"]) == 2
     error = capsys.readouterr().err
-    assert error.endswith("layers of laguna differ, but the config has no layer_types; give one that has\n")
+    assert error.endswith("layers of olmo_hybrid differ, but the config has no layer_types; give one that has\n")
+
+
+@pytest.mark.parametrize(
+    ("pattern", "kinds"), [("LLLG", "LLLGLLG"), ("GL", "GLGLGLG"), ("L", "LLLLLLG"), (3, "LLGLLGL")]
+)
+def test_letters_of_sliding_and_full_layers(pattern: str | int, kinds: str) -> None:
+    """As transformers documents EXAONE 4's."""
+    config = {"model_type": "exaone4", "num_hidden_layers": 7, "sliding_window_pattern": pattern}
+    found = [layer.kind for layer in parse(config, "EXAONE 4").layers]
+    assert found == [{"L": "sliding", "G": "full"}[letter] for letter in kinds]
+    with pytest.raises(BadInput, match='sliding_window_pattern is "LLX"; it must be a whole number'):
+        parse({**config, "sliding_window_pattern": "LLX"}, "EXAONE 4")
 
 
 def test_a_config_without_its_text_is_refused() -> None:

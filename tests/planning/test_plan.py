@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from statistics import mean
 
 import pytest
 import torch
@@ -244,16 +245,22 @@ def test_a_step_reads_the_ring_beside_the_pages() -> None:
 
 
 def test_the_estimate_gives_back_the_steps_that_it_is_made_of() -> None:
-    """Those that benchmarks/plan_figures.py reads: the growth of each dtype's step from 1,024 to 8,192 tokens, bf16's
-    steps of 32 and 128 requests, and its step on two cards."""
+    """Those that benchmarks/plan_figures.py reads: the mean growth of a width's steps from 1,024 to 8,192 tokens,
+    bf16's steps of 32 and 128 requests, and its step on two cards."""
     steps = {
         (row["dtype"], row["requests"], row["context"]): float(row["p50_ms"]) for row in rows("release/decode.csv")
     }
     case = {"ranks": "1", "recent_tokens": "0", "gpu": "H200", "requests": "32"}
+    growths: dict[object, list[float]] = {}
     for dtype in measured.STEP["share"]:
         key = "auto" if dtype == "bf16" else dtype
+        width = FORMATS[dtype].slot_bytes(128) if dtype in FORMATS else dtype
+        growths.setdefault(width, []).append(steps[key, "32", "8192"] - steps[key, "32", "1024"])
+    assert sorted(map(len, growths.values())) == [1, 1, 1, 1, 3, 3]
+    for dtype in measured.STEP["share"]:
         short, long = (estimate({**case, "dtype": dtype, "context": context}) for context in ("1024", "8192"))
-        assert long - short == pytest.approx(steps[key, "32", "8192"] - steps[key, "32", "1024"], rel=1e-3), dtype
+        width = FORMATS[dtype].slot_bytes(128) if dtype in FORMATS else dtype
+        assert long - short == pytest.approx(mean(growths[width]), rel=1e-3), dtype
     for requests, context in (("32", "8192"), ("128", "2048")):
         found = estimate({**case, "dtype": "bf16", "requests": requests, "context": context})
         assert found == pytest.approx(steps["auto", requests, context], rel=1e-3)
@@ -396,6 +403,14 @@ def test_arguments_change_what_they_say(shape_8b: str, capsys: pytest.CaptureFix
     assert of("bf16", "--kv-cache-memory", "10GB")["kv_tokens"] == int(10e9 // (16 * 147456)) * 16
 
 
+@pytest.mark.parametrize(("context", "recent"), [("32", 64), ("4k", 4096)])
+def test_a_window_is_bound_by_what_the_engine_serves(context: str, recent: int, capsys) -> None:
+    """By the model's 2,048 tokens or a longer context, not by a request's tokens, of which the window has no more."""
+    found = plan(capsys, str(DEMO_MODEL), "--gpu", "H200", "--context", context, "--recent-tokens", str(recent))
+    (held,) = {row["recent_tokens"] for row in found["dtypes"] if row["dtype"] in FORMATS}
+    assert held == min(recent, found["context"])
+
+
 def test_what_was_assumed_stands_under_the_table(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([str(DEMO_MODEL), "--gpu", "L4"]) == 0
     text = capsys.readouterr().out
@@ -487,13 +502,15 @@ def test_bits_of_rope_need_latents(shape_8b: str, capsys: pytest.CaptureFixture[
 
 def test_plot(shape_8b: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("matplotlib")
-    assert main([shape_8b, "--gpu", "H200", "--plot", str(tmp_path / "plan.png")]) == 0
-    assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
+    for name in "plan.png", "plan", "plan.jpeg":
+        assert main([shape_8b, "--gpu", "H200", "--plot", str(tmp_path / name)]) == 0
+        assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
     (tmp_path / "folder.png").mkdir()
+    os.mkfifo(tmp_path / "fifo")
     cases = {
         tmp_path / "no" / "plan.png": "cannot be written; name a file in a folder that is there",
-        tmp_path / "plan.jpeg": "is no PNG file; give one, such as plan.png",
-        tmp_path / "folder.png": "is no PNG file",
+        tmp_path / "folder.png": "is a folder; name a file, such as plan.png",
+        tmp_path / "fifo": "is not a regular file; name a file, such as plan.png",
     }
     capsys.readouterr()
     for file, said in cases.items():
@@ -575,8 +592,8 @@ def test_a_config_that_cannot_be_planned(name: str, tmp_path: Path, capsys: pyte
         (("{8b}", "--gpu", "H200", "--tensor-parallel", "5"), "--tensor-parallel 5 does not divide the 32"),
         (("{8b}", "--gpu", "H200", "--skip-layers", "40"), "--skip-layers 40: no attention layer of"),
         (
-            ("{8b}", "--gpu", "H200", "--context", "1k", "--recent-tokens", "1025"),
-            "--recent-tokens 1,025 is more than the context of 1,024 tokens; give 0 to 1,024",
+            ("{8b}", "--gpu", "H200", "--context", "1k", "--recent-tokens", "65537"),
+            "--recent-tokens 65,537 is more than the model's context of 65,536 tokens; give 0 to 65,536",
         ),
         (
             ("{mistral}", "--gpu", "H200", "--recent-tokens", "4097"),

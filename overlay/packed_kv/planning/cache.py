@@ -36,10 +36,10 @@ INDEX_BLOCK = 64
 class Serving:
     """Options with which the model is served.
 
-    `context`: tokens of a request (`--max-model-len`). `recent_tokens`: of the packed dtypes' recent window, None:
-    their default. `in_flight_tokens`: batches at once times tokens of a batch, for which sliding layers keep blocks.
-    `skip_layers`: numbers of layers that stay dense. `block_size`: of attention layers, in tokens. `on_gpu`: not vLLM's
-    CPU platform, which enlarges no blocks beside skipped layers and names no layout for rings there.
+    `context`: tokens of a request. `recent_tokens`: of the packed dtypes' recent window, None: their default.
+    `in_flight_tokens`: batches at once times tokens of a batch, for which sliding layers keep blocks. `skip_layers`:
+    numbers of layers that stay dense. `block_size`: of attention layers, in tokens. `on_gpu`: not vLLM's CPU platform,
+    which enlarges no blocks beside skipped layers and names no layout for rings there.
     """
 
     context: int
@@ -111,21 +111,23 @@ def recent_window(model: Model, dtype: str, serving: Serving) -> tuple[int, str]
     if reason := no_window(facts):
         return 0, reason
     tokens = RECENT_TOKENS if serving.recent_tokens is None else serving.recent_tokens
-    return min(tokens, longest_window(model, serving)), ""
+    return min([tokens, serving.context, *_sliding_windows(model)]), ""
 
 
-def longest_window(model: Model, serving: Serving) -> int:
-    """Most tokens that a recent window may have."""
-    return min([serving.context, *(layer.window for layer in model.attention if layer.kind == "sliding")])
+def _sliding_windows(model: Model) -> list[int]:
+    return [layer.window for layer in model.attention if layer.kind == "sliding"]
 
 
 def check_window(model: Model, serving: Serving) -> None:
-    """Raise BadInput for recent tokens with which an engine would not start."""
+    """Raise BadInput for recent tokens with which an engine would not start (`find_window` of window/size.py). It
+    serves the model's tokens, or the context if that is more."""
     asked, (_, reason) = serving.recent_tokens, recent_window(model, next(iter(FORMATS)), serving)
     if asked and reason:
         raise BadInput(f"--recent-tokens {asked:,} is not possible with {reason}; give 0")
-    if asked and asked > (most := longest_window(model, serving)):
-        what = "the context" if most == serving.context else "the sliding window"
+    longest = max(model.max_len, serving.context)
+    most = min([longest, *_sliding_windows(model)])
+    if asked and asked > most:
+        what = "the model's context" if most == longest else "the sliding window"
         raise BadInput(f"--recent-tokens {asked:,} is more than {what} of {most:,} tokens; give 0 to {most:,}")
 
 

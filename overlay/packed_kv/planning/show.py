@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+from ..json_file import not_a_file
 from ..model_shape import BadInput
 from ..refusals import Refused
 from .cache import DTYPES, capacity
@@ -55,9 +56,9 @@ def check_plot(file: Path) -> None:
     """Raise BadInput for a file that `plot` could not write."""
     if importlib.util.find_spec("matplotlib") is None:
         raise BadInput("--plot needs matplotlib; pip install 'packed-kv[plots]'")
-    if file.suffix.lower() != ".png" or file.is_dir():
-        raise BadInput(f"--plot {file} is no PNG file; give one, such as plan.png")
-    if not os.access(file if file.exists() else file.parent, os.W_OK):
+    if what := not_a_file(file):
+        raise BadInput(f"--plot {file} is {what}; name a file, such as plan.png")
+    if not os.access(file if os.path.exists(file) else file.parent, os.W_OK):
         raise BadInput(f"--plot {file} cannot be written; name a file in a folder that is there and yours to write")
 
 
