@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # The tests that a GPU is for. Parts, all by default: kernels (bytes equal to the CPU's, the kernel suite, offsets past
-# 2^31 bytes), engine (graphs, prefill, drafts, hybrids in vLLM), picked (models that pick tokens, and Kimi-Linear, in
-# vLLM 0.33.0 on Hopper), memcheck (compute-sanitizer over one case of each kernel).
+# 2^31 bytes), selftest (which measures times), engine (graphs, prefill, drafts, hybrids in vLLM), picked (models that
+# pick tokens, and Kimi-Linear, in vLLM 0.33.0 on Hopper), memcheck (compute-sanitizer over one case of each kernel).
 #
 #   gpu_tests.sh [PART...]   where python3 finds vLLM and packed-kv (a virtual environment, or gpu_site.sh's PYTHONPATH)
 #   gpu_tests.sh collect     only load engine's tests and check that memcheck's cases exist; needs no GPU
@@ -14,7 +14,7 @@ set -euo pipefail
 logs=$(mktemp -d)
 trap 'rm -rf "$logs"' EXIT
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
-parts=("${@:-kernels engine picked memcheck}")
+parts=("${@:-kernels selftest engine picked memcheck}")
 export VLLM_USE_FLASHINFER_SAMPLER=${VLLM_USE_FLASHINFER_SAMPLER:-0} # FlashInfer may be missing; tokens are greedy
 memcheck_cases=(
     "tests/kernels/triton/test_store.py::test_bytes[d128-isoquant3]"
@@ -91,8 +91,10 @@ in_processes() { if python3 -c 'import xdist' 2>/dev/null; then echo "-n $(proce
 kernels() {
     # CI runs what needs no GPU.
     # shellcheck disable=SC2046
-    run_pytest $(in_processes 2 24) tests/codecs/test_cuda.py tests/selftest/test_selftest_on_cuda.py tests/attention/test_picks.py tests/kernels --ignore=tests/kernels/{test_compile.py,test_compile_latent.py,test_copies.py,cpu}
+    run_pytest $(in_processes 2 24) tests/codecs/test_cuda.py tests/attention/test_picks.py tests/kernels --ignore=tests/kernels/{test_compile.py,test_compile_latent.py,test_copies.py,cpu}
 }
+
+selftest() { run_pytest tests/selftest/test_selftest_on_cuda.py; }
 
 engine() {
     local code=0
@@ -138,8 +140,8 @@ if [[ ${parts[*]} != collect ]] && ! python3 -c 'import sys, torch; sys.exit(not
     exit 1
 fi
 for part in ${parts[*]}; do
-    if [[ ! $part =~ ^(kernels|engine|picked|memcheck|collect)$ ]]; then
-        echo "gpu_tests.sh: no part '$part': kernels, engine, picked, memcheck or collect" >&2
+    if [[ ! $part =~ ^(kernels|selftest|engine|picked|memcheck|collect)$ ]]; then
+        echo "gpu_tests.sh: no part '$part': kernels, selftest, engine, picked, memcheck or collect" >&2
         exit 2
     fi
 done

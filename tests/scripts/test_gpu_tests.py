@@ -44,11 +44,10 @@ def run(path: str, *arguments: str, failing: str = "nothing") -> subprocess.Comp
 def test_parts_one_after_the_other(path: str) -> None:
     done = run(path)
     assert done.returncode == 0, done.stderr
-    kernels, engine, picked, memcheck = done.stdout.split("== ")[1:]
-    first = (
-        "tests/codecs/test_cuda.py tests/selftest/test_selftest_on_cuda.py tests/attention/test_picks.py tests/kernels"
-    )
+    kernels, selftest, engine, picked, memcheck = done.stdout.split("== ")[1:]
+    first = "tests/codecs/test_cuda.py tests/attention/test_picks.py tests/kernels"
     assert f"ran -n 8 {first} --ignore=tests/kernels/test_compile.py" in kernels
+    assert "ran tests/selftest/test_selftest_on_cuda.py" in selftest
     assert "ran -n 5 tests/engine/test_on_cuda.py tests/engine/test_latent_on_cuda.py" in engine
     assert "ran -n 4 tests/engine/test_sparse_on_cuda.py tests/engine/test_hy4_on_cuda.py" in picked
     cases = re.findall(r'^    "(tests/.*?)"', SCRIPT.read_text(), re.MULTILINE)
@@ -59,7 +58,7 @@ def test_parts_one_after_the_other(path: str) -> None:
 @pytest.mark.parametrize(("cores", "processes"), [(1, (1, 1, 1, 1)), (32, (16, 10, 4, 16))])
 def test_processes_by_cores(path: str, cores: int, processes: tuple[int, int, int, int]) -> None:
     Path(path.split(os.pathsep)[0], "nproc").write_text(f"#!/bin/bash\necho {cores}\n")
-    kernels, engine, picked, memcheck = run(path).stdout.split("== ")[1:]
+    kernels, _, engine, picked, memcheck = run(path).stdout.split("== ")[1:]
     assert f"ran -n {processes[0]} tests/codecs" in kernels and f"ran -n {processes[1]} tests/engine" in engine
     assert f"ran -n {processes[2]} tests/engine" in picked and memcheck.count("ran tests/") == processes[3]
 
