@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import json
 import re
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -90,9 +89,13 @@ def adopt(folder: Path) -> None:
             print(f"    no longer there: {', '.join(case)}")
     toml.write_text(text)
     for report in sorted(folder.glob("runs/quality-*/*.json")):
-        if (report.parent / "done").exists() and H200 in json.loads(report.read_text())["run"]["made_with"]["device"]:
-            shutil.copy(report, RESULTS / quality_rows.FOLDER)
-            print(f"{quality_rows.FOLDER}/{report.name}")
+        content = report.read_text()
+        if (report.parent / "done").exists() and H200 in json.loads(content)["run"]["made_with"]["device"]:
+            content = re.sub(r"--output \S*/", "--output ", content, count=1)  # no path of a machine
+            names = [report.name, quality_rows.SUMMARY] if report.stem == "calibrated" else [report.name]
+            for name in names:
+                (RESULTS / quality_rows.FOLDER / name).write_text(content)
+                print(f"{quality_rows.FOLDER}/{name}")
 
 
 def main() -> int:
