@@ -13,11 +13,13 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from statistics import mean
+from types import SimpleNamespace
 
 import pytest
 import torch
 from checkout import DEMO_MODEL, REPO
 from coverage_models import MODELS
+from huggingface_hub import errors
 from packed_kv.commands.plan import main
 from packed_kv.formats import FORMATS
 from packed_kv.model_shape import BadInput, bytes_per_token, parse
@@ -384,6 +386,26 @@ def test_the_hub_that_does_not_answer_is_one_line_at_once(
     error = capfd.readouterr().err
     assert error.endswith("(it does not answer); give the folder of a model, or its config.json\n")
     assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("GatedRepoError", "(who reads it must have accepted its terms there, and run: hf auth login)"),
+        ("RepositoryNotFoundError", "(there is none, or it is private; then run: hf auth login)"),
+    ],
+)
+def test_models_that_the_hub_does_not_give(
+    name: str, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def download(*_args: object, **_options: object) -> None:
+        response = SimpleNamespace(headers={}, request=None)
+        raise getattr(errors, name)("401 Client Error. (Request ID: 1)", response=response)
+
+    monkeypatch.setattr(config_file, "_answers", lambda: True)
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", download)
+    assert main(["nobody/nothing", "--gpu", "H200"]) == 2
+    assert f"{said}; give the folder of a model" in capsys.readouterr().err
 
 
 def test_arguments_change_what_they_say(shape_8b: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -61,15 +61,21 @@ def _from_hub(name: str) -> Path:
         raise BadInput(f"{what}; give the folder of a model, its config.json, or an id of the Hugging Face Hub")
     try:
         from huggingface_hub import hf_hub_download
-        from huggingface_hub.errors import LocalEntryNotFoundError
+        from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError, RepositoryNotFoundError
     except ModuleNotFoundError as error:
         raise BadInput(f"{what}; to look on the Hugging Face Hub: pip install huggingface_hub") from error
     answers = _answers()  # else each of the library's five retries waits
     try:
         return Path(hf_hub_download(name, "config.json", local_files_only=not answers))
     except (OSError, ValueError) as error:
-        is_unreachable = not answers or isinstance(error, LocalEntryNotFoundError)
-        reason = "it does not answer" if is_unreachable else printable(str(error).strip().splitlines()[0])
+        if not answers or isinstance(error, LocalEntryNotFoundError):
+            reason = "it does not answer"
+        elif isinstance(error, GatedRepoError):
+            reason = "who reads it must have accepted its terms there, and run: hf auth login"
+        elif isinstance(error, RepositoryNotFoundError):
+            reason = "there is none, or it is private; then run: hf auth login"
+        else:
+            reason = printable(str(error).strip().splitlines()[0])
         what += f", and its config.json cannot be fetched from the Hugging Face Hub ({reason})"
         raise BadInput(f"{what}; give the folder of a model, or its config.json") from error
 
