@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from packed_kv.calibration_file import FILE_NAME, RECIPES, CalibrationError, load
-from packed_kv.commands.arguments import EXIT_BAD_INPUT, LONGEST_LINE, Parser
+from packed_kv.commands.arguments import EXIT_BAD_INPUT, LONGEST_LINE, Parser, given_of
 from packed_kv.json_file import printable
 from packed_kv.rope import rope_parameters
 
@@ -25,7 +25,7 @@ OF_A_RUN: dict[str, Any] = {
     "engine": None, "text": [], "tokens": 32768, "engine_options": {}, "batch_size": 4, "device": "auto",
     "dtype": "auto", "seed": 0,
 }  # fmt: skip
-"""Options of `model` that have no effect where no model runs, and their defaults."""
+"""Options of `model` that have no effect where no model runs (--context has: by it weights are judged), and their defaults."""
 EXIT_INTERRUPTED = 130
 PR_SET_PDEATHSIG = 1
 """Constant of Linux's <sys/prctl.h>."""
@@ -107,7 +107,7 @@ def parser(prog: str = "tq-calibrate") -> argparse.ArgumentParser:
 
 def _check_engine(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
     """Exit with code 2 if options of `model` exclude each other. Set the defaults of those that are not given."""
-    given = [f"--{name.replace('_', '-')}" for name in OF_A_RUN if getattr(options, name) is not None]
+    given = given_of(options, OF_A_RUN)
     if options.weights_only and given:
         parser.error(f"--weights-only runs no engine; leave {', '.join(given)} out")
     if options.engine == "vllm" and "--device" in given:
@@ -117,11 +117,8 @@ def _check_engine(parser: argparse.ArgumentParser, options: argparse.Namespace) 
     if options.engine != "vllm" and "--engine-options" in given:
         parser.error("--engine-options are vLLM's; give --engine vllm, too")
     for name, ours in {"model": "MODEL", "max_model_len": "--context"}.items():
-        if name in (options.engine_options or {}):
+        if name in options.engine_options:
             parser.error(f"--engine-options: {ours} sets {name}; leave it out")
-    for name, default in OF_A_RUN.items():
-        if getattr(options, name) is None:
-            setattr(options, name, default)
 
 
 # The commands import what they need: `check` and `--help` answer without loading torch.

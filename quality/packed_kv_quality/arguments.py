@@ -13,7 +13,7 @@ from typing import Any
 
 from packed_kv import FORMATS, model_shape
 from packed_kv.calibration_file import FILE_NAME, CalibrationError, load
-from packed_kv.commands.arguments import number
+from packed_kv.commands.arguments import given_of, number
 from packed_kv.json_file import not_a_file
 from packed_kv.layout import RECENT_TOKENS
 from packed_kv.planning import config_file
@@ -310,12 +310,9 @@ def check_dtypes(dtypes: list[str]) -> None:
 
 def check_recall(options: argparse.Namespace, skipped: bool) -> None:
     """Set the defaults of recall's options that are not given. Raises BadInput for those that are, if it is skipped."""
-    given = [f"--{name.replace('_', '-')}" for name in OF_RECALL if getattr(options, name, None) is not None]
+    given = given_of(options, OF_RECALL)
     if skipped and given:
         raise BadInput(f"--skip-recall measures no recall; leave {', '.join(given)} out")
-    for name, default in OF_RECALL.items():
-        if getattr(options, name, None) is None:
-            setattr(options, name, default)
 
 
 def check_baseline(options: argparse.Namespace, positions: int, vocabulary: int) -> None:

@@ -8,7 +8,9 @@ import importlib.metadata
 import math
 import re
 import sys
-from typing import NoReturn
+from collections.abc import Mapping
+from copy import copy
+from typing import Any, NoReturn
 
 from ..json_file import printable
 from ..refusals import CPU_VERSION
@@ -73,6 +75,13 @@ def count(text: str) -> int:
     if not (text.isascii() and text.isdigit() and len(text) <= 15):
         raise argparse.ArgumentTypeError(f"expected a whole number, got {text!r}")
     return int(text)
+
+
+def given_of(options: argparse.Namespace, defaults: Mapping[str, Any]) -> list[str]:
+    """Names of those options that were given, as people write them. The others, which are None, get their defaults."""
+    given = [name for name in defaults if getattr(options, name, None) is not None]
+    vars(options).update({name: copy(default) for name, default in defaults.items() if name not in given})
+    return [f"--{name.replace('_', '-')}" for name in given]
 
 
 def installed_vllm() -> str:
