@@ -47,8 +47,7 @@ def _open_at_once(path: str, flags: int) -> int:
 
 
 def not_a_file(path: str | os.PathLike[str]) -> str:
-    """What is at a path that no file is to be written to: "a folder" or "not a regular file", such as a device; "":
-    a file, or nothing."""
+    """Say why no file can be written to a path: it is "a folder" or "not a regular file", such as a device; "": it can."""
     if os.path.isdir(path):
         return "a folder"
     return "not a regular file" if os.path.exists(path) and not os.path.isfile(path) else ""

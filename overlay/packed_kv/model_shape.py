@@ -501,7 +501,7 @@ def _kinds(text: Config) -> list[tuple[str, ...]]:
 
 
 def _sliding_layers(text: Config, kind: str, number: int) -> list[bool]:
-    """Whether each layer slides, in a model of a type in `SLIDING_AND_FULL`."""
+    """Return for each layer of a model of a type in `SLIDING_AND_FULL` whether it slides."""
     letters = text.get("sliding_window_pattern")
     if isinstance(letters, str) and letters and {*letters} <= {"L", "G"}:  # EXAONE 4, whose last layer is full
         return [letters[i % len(letters)] == "L" for i in range(number - 1)] + [False]
