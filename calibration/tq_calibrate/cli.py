@@ -25,7 +25,7 @@ OF_A_RUN: dict[str, Any] = {
     "engine": None, "text": [], "tokens": 32768, "engine_options": {}, "batch_size": 4, "device": "auto",
     "dtype": "auto", "seed": 0,
 }  # fmt: skip
-"""Options of `model` that have no effect where no model runs, and their defaults. --context has one: positions count."""
+"""Options of `model` that have no effect where no model runs, and their defaults. --context has one."""
 EXIT_INTERRUPTED = 130
 PR_SET_PDEATHSIG = 1
 """Constant of Linux's <sys/prctl.h>."""

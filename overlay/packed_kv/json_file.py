@@ -47,7 +47,7 @@ def _open_at_once(path: str, flags: int) -> int:
 
 
 def not_a_file(path: str | os.PathLike[str]) -> str:
-    """Say why a path cannot be a file to write: it is "a folder" or "not a regular file", such as a device. "": it can."""
+    """Say why a path cannot be a file to write: it is "a folder", or "not a regular file" but a device. "": it can."""
     if os.path.isdir(path):
         return "a folder"
     return "not a regular file" if os.path.exists(path) and not os.path.isfile(path) else ""
