@@ -170,6 +170,15 @@ def test_linear_attention_beside_softmax() -> None:
         parse({**config, "attn_type_list": [0, 1] * 18}, "Text-01")
 
 
+@pytest.mark.parametrize(
+    ("architecture", "every"),
+    [("LlamaForCausalLM", True), ("JambaForCausalLM", False), ("Gemma3nForCausalLM", False)],
+)
+def test_layers_that_a_calibration_file_must_list(architecture: str, every: bool) -> None:
+    """All, unless some are states or read the pages of others."""
+    assert parse(MODELS[architecture], "model").calibrated_shape()["every_layer"] is every
+
+
 @pytest.mark.parametrize(("dtype", "block"), [("bf16", 1920), ("fp8", 3840), ("tq4", 5504)])
 def test_blocks_of_latents_hold_a_state(dtype: str, block: int) -> None:
     """Whole runs of 128 tokens, as vLLM enlarges them: 2.17 MB of a state of Kimi-Linear are 5,427.2 tokens of tq4."""
