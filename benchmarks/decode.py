@@ -8,7 +8,8 @@ decode.csv (verify.csv with --drafts), prefill.csv and throughput.csv in --out a
 engine's steps, from scheduling to sampled tokens, by the clock of the host; p20, p50 and p80 are of single steps or
 prompts.
 
-decode: every request decodes in every timed step; the contexts are filled as bench_engine.py says. With --kernels
+decode: every request decodes in every timed step; the contexts are filled as bench_engine.py says. A shape that the KV
+cache does not hold has a row without times. With --kernels
 `kernels_ms` is the time of a step in which the GPU is busy, by PyTorch's profiler; the rest is the host's.
 verify: the same with --drafts, an engine for each number of tokens that a step drafts; 0 are the steps without. vLLM
 looks n-grams up on the device. Every draft is verified in whole and refused, so that contexts stay as they are.
@@ -135,13 +136,12 @@ def measure(name: str, options: argparse.Namespace) -> None:
     if shapes:
         device.fill_pages()
     for requests, context in shapes:
-        if not device.fits(requests, context, options.steps):
-            print(f"{name}: {requests}x{context} does not fit the KV cache", flush=True)
-            continue
-        steps = device.decode_steps(requests, context, options.steps)
+        fits = device.fits(requests, context, options.steps)
+        steps = device.decode_steps(requests, context, options.steps) if fits else []
         case = {"requests": requests, "context": context, "steps": len(steps), **rows.percentiles(steps)}
         if options.kernels:
-            case["kernels_ms"] = f"{1e3 * device.kernel_seconds(requests, context, min(PROFILED, options.steps)):.3f}"
+            kernels = device.kernel_seconds(requests, context, min(PROFILED, options.steps)) if fits else None
+            case["kernels_ms"] = "" if kernels is None else f"{1e3 * kernels:.3f}"
         if options.drafts:
             emit("verify.csv", model=Path(options.model or "8b").name, drafts=drafts, **case)
         else:

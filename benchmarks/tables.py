@@ -56,10 +56,17 @@ def rounded(cell: str) -> str:
 
 
 def ratio(column: str, form: Callable[[str], str] = number, digits: int = 2) -> Show:
-    """Shows a column, and after it in brackets its ratio to the base's with so many digits."""
+    """Shows a column, and after it in brackets its ratio to the base's with so many digits. A time that is not there is
+    one of a shape that does not fit the KV cache."""
 
     def show(row: Row, base: Row | None) -> str:
-        compared = f" ({float(row[column]) / float(base[column]):.{digits}f})" if base and base is not row else ""
+        if not row[column]:
+            return "does not fit"
+        compared = (
+            f" ({float(row[column]) / float(base[column]):.{digits}f})"
+            if base and base is not row and base[column]
+            else ""
+        )
         return form(row[column]) + compared
 
     return show

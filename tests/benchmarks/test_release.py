@@ -107,13 +107,6 @@ def test_rows_of_two_cards_are_refused(release: Any, monkeypatch: pytest.MonkeyP
         call(release, monkeypatch, "--dtypes", "auto", "--commit", "abc")
 
 
-def test_a_shape_that_does_not_fit_is_no_end(release: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    script = tmp_path / "fake.py"
-    script.write_text(script.read_text() + 'print("tq4: 32x8192 does not fit the KV cache")\n')
-    assert call(release, monkeypatch, "--dtypes", "tq4", "--commit", "abc") == 1
-    assert not (tmp_path / "out/runs/steps-tq4/done").exists()
-
-
 def test_the_next_run_imports_while_one_measures(release: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "fake.py").write_text(WAITING)
     monkeypatch.setattr(release, "AHEAD", ("fake.py",))
