@@ -278,6 +278,7 @@ SPECS: Mapping[str, Sequence[Spec]] = {
              DRAFTS, STEP, CASE, {"model": ("llama-70b-tp4", "qwen3-235b-tp4", "glm-4.5-tp8")}),
         Spec("gpt-oss", released("gpt_oss.csv", "auto", "tq4"), STEPS, STEP, CASE),
         Spec("latent-steps", "release/glm_flash.csv", STEPS, STEP, CASE),
+        Spec("latent-steps-h100", "release/h100/glm_flash.csv", STEPS, STEP, CASE),
         Spec("latent-prefill", "release/glm_flash_prefill.csv", {"dtype": "tokens/s, tokens:"},
              TOKENS_S, ("tokens",)),
         Spec("sparse-steps", "release/sparse.csv", ROPE_BITS, with_kernels, CASE, base=FP8_CACHE),
