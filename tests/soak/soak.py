@@ -34,6 +34,8 @@ import soak_server
 from soak_server import Memory, Server
 
 SAY_SECONDS = 5
+LEAST_READINGS = 20
+"""Readings of memory from which its growth is known."""
 COUNTERS = {
     "preemptions": "vllm:num_preemptions_total",
     "prompt_tokens": "vllm:prompt_tokens_total",
@@ -76,8 +78,9 @@ def load_of(options: argparse.Namespace) -> soak_clients.Load:
 
 
 def growth(readings: list[float]) -> float:
-    """Growth of memory, from its second tenth to its last, by medians. Raises ValueError for fewer than 20 readings."""
-    if len(readings) < 20:
+    """Growth of memory, from its second tenth to its last, by medians. Raises ValueError for fewer than
+    `LEAST_READINGS`."""
+    if len(readings) < LEAST_READINGS:
         raise ValueError(f"{len(readings)} readings of memory: soak longer")
     tenth = len(readings) // 10
     return statistics.median(readings[-tenth:]) - statistics.median(readings[tenth : 2 * tenth])
@@ -107,8 +110,9 @@ def soak(server: Server, options: argparse.Namespace) -> dict[str, object]:
     watcher.start()
     started = time.monotonic()
     clients = soak_clients.all_clients(
-        server.url, load, options.clients, before, options.tokens, started + options.seconds, result
-    )
+        server.url, load, options.clients, before, options.tokens, started + options.seconds, result,
+        lambda: len(readings) >= LEAST_READINGS,  # few, where a host is so slow that each takes seconds
+    )  # fmt: skip
     try:
         asyncio.run(clients)
     finally:

@@ -11,7 +11,7 @@ import asyncio
 import json
 import random
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -95,12 +95,13 @@ async def alone(url: str, load: Load, salt: str) -> list[list[int]]:
 
 
 async def client(
-    number: int, url: str, load: Load, expected: list[list[int]], tokens: int, end: float, result: Result
-) -> None:
-    """Ask until `tokens` tokens have come, or the clock says `end`."""
+    number: int, url: str, load: Load, expected: list[list[int]], tokens: int, end: float, result: Result,
+    is_enough: Callable[[], bool] = lambda: True,
+) -> None:  # fmt: skip
+    """Ask until `tokens` tokens have come and that `is_enough`, or the clock says `end`."""
     draw, received = random.Random(f"client {number}"), 0
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=600)) as session:
-        while received < tokens and time.monotonic() < end:
+        while (received < tokens or not is_enough()) and time.monotonic() < end:
             sample = draw.randrange(load.samples) if draw.random() < load.sample_share else None
             prompt = load.prompt_tokens(draw) if sample is None else load.sample_prompt(sample)
             length = load.sample_answer if sample is not None else draw.randint(1, load.answer)
@@ -129,6 +130,7 @@ async def client(
 
 
 async def all_clients(
-    url: str, load: Load, clients: int, expected: list[list[int]], tokens: int, end: float, result: Result
-) -> None:
-    await asyncio.gather(*(client(i, url, load, expected, tokens, end, result) for i in range(clients)))
+    url: str, load: Load, clients: int, expected: list[list[int]], tokens: int, end: float, result: Result,
+    is_enough: Callable[[], bool],
+) -> None:  # fmt: skip
+    await asyncio.gather(*(client(i, url, load, expected, tokens, end, result, is_enough) for i in range(clients)))

@@ -12,7 +12,7 @@ import pytest
 import soak
 
 LOAD = """
-    --clients 6 --tokens 240 --seconds 30 --prefix 32 --prompt 40 --answer 64 --samples 2 --sample-answer 12
+    --clients 6 --tokens 240 --seconds 60 --prefix 32 --prompt 40 --answer 64 --samples 2 --sample-answer 12
     --sample-share 0.3 --kill
 """
 SERVER = """
