@@ -45,7 +45,7 @@ def text_of(config: Config) -> Config:
 
 
 def read(config: Config) -> tuple[Any, ...] | str:
-    """What `plan` counts by, or why it counts nothing."""
+    """Return what `plan` counts by, or why it counts nothing."""
     try:
         model = parse(config, "model")
         return model.layers, model.max_len, model.config.get("tie_word_embeddings", True), parameters(model)
@@ -104,7 +104,7 @@ def test_layers_that_end_within_a_period(kind: str) -> None:
 
 @of_pinned_transformers
 def test_models_that_were_tried_are_read_as_transformers_reads_them() -> None:
-    """Of the types in the table, those without fields whose value is the default, and those with all."""
+    """Models of types in the table, without the fields whose value is the default, and with all."""
     kinds = [kind for kind in MODELS if MODELS[kind]["model_type"] in {*generator.TEXT, *generator.OUTER}]
     assert len(kinds) > 50
     for name in kinds:
