@@ -107,25 +107,60 @@ def test_on_a_cpu_the_compiler_decides(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (metrics, metadata):
         monkeypatch.setattr(module, "current_platform", platform)
     assert metrics.routes(config("b")) == ("prefill", "decode_kernel")
-    assert metrics.routes(config("b", use_mla=True)) == ("pytorch", "pytorch")
+    assert metrics.routes(config("b", use_mla=True)) == ("prefill", "decode_kernel")
     assert metrics.routes(config("b", dtype=torch.float32)) == ("pytorch", "pytorch")
     monkeypatch.setenv("CXX", "no-such-compiler")
     assert metrics.routes(config("b")) == ("pytorch", "pytorch")
 
 
+LLAMA = {"model_type": "llama", "hidden_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2}
+LATENTS = {"model_type": "deepseek_v3", "hidden_size": 256, "num_attention_heads": 4, "kv_lora_rank": 512,
+           "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128}  # fmt: skip
+
+
+def sized(fields: dict, dtype: torch.dtype = torch.bfloat16, stages: int = 1, **options: object) -> SimpleNamespace:
+    """Return a config with what bytes of a token depend on: a model of four layers, on the first of `stages`."""
+    fields = {"num_hidden_layers": 4, "quantization_config": options.pop("quantization", None), **fields}
+    return SimpleNamespace(
+        parallel_config=SimpleNamespace(tensor_parallel_size=1, pipeline_parallel_size=stages),
+        model_config=SimpleNamespace(
+            hf_config=SimpleNamespace(to_dict=lambda: fields, quantization_config=fields["quantization_config"]),
+            model="four",
+            dtype=dtype,
+            get_layers_start_end_indices=lambda _parallel: (0, 4 // stages),
+        ),
+        cache_config=SimpleNamespace(kv_cache_dtype_skip_layers=options.pop("skip_layers", [])),
+        additional_config={"packed_kv": options},
+    )
+
+
 @pytest.mark.parametrize(("dtype", "plain"), [(torch.bfloat16, 2), (torch.float32, 4)])
 def test_skipped_layers_count_in_the_dtype_of_the_model(dtype: torch.dtype, plain: int) -> None:
-    """Two layers of 2 KV heads of 64 channels, the second skipped."""
-    fields = {"model_type": "llama", "hidden_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2,
-              "num_hidden_layers": 2}  # fmt: skip
-    engine = SimpleNamespace(
-        parallel_config=SimpleNamespace(tensor_parallel_size=1),
-        model_config=SimpleNamespace(hf_config=SimpleNamespace(to_dict=lambda: fields), model="two", dtype=dtype),
-        cache_config=SimpleNamespace(kv_cache_dtype_skip_layers=["1"]),
-    )
-    tq4 = FORMATS["tq4"]
-    stored, dense = metrics.stored_and_dense(engine, tq4)
-    assert (stored, dense) == (2 * tq4.slot_bytes(64) + 2 * 2 * 64 * plain, 2 * 2 * 2 * 64 * 2)
+    """Layers of 2 KV heads of 64 channels, the second of four skipped."""
+    stored, dense = metrics.stored_and_dense(sized(LLAMA, dtype, skip_layers=["1"]), FORMATS["tq4"])
+    assert (stored, dense) == (6 * FORMATS["tq4"].slot_bytes(64) + 2 * 2 * 64 * plain, 4 * 2 * 2 * 64 * 2)
+
+
+def test_skipped_layers_of_a_checkpoint_that_asks_for_fp8() -> None:
+    fp8 = {"quant_method": "compressed-tensors", "kv_cache_scheme": {"num_bits": 8, "type": "float"}}
+    stored, _ = metrics.stored_and_dense(sized(LLAMA, quantization=fp8, skip_layers=["1"]), FORMATS["tq4"])
+    assert stored == 6 * FORMATS["tq4"].slot_bytes(64) + 2 * 2 * 64
+
+
+def test_skipped_sliding_layers() -> None:
+    sliding = {**LLAMA, "model_type": "mistral", "sliding_window": 64}
+    stored, _ = metrics.stored_and_dense(sized(sliding, skip_layers=["sliding_window"]), FORMATS["tq4"])
+    assert stored == 4 * 2 * 2 * 64 * 2
+
+
+def test_a_stage_of_a_pipeline_has_some_of_the_layers() -> None:
+    stored, dense = metrics.stored_and_dense(sized(LLAMA, stages=2), FORMATS["tq4"])
+    assert (stored, dense) == (4 * FORMATS["tq4"].slot_bytes(64), 2 * 2 * 2 * 64 * 2)
+
+
+@pytest.mark.parametrize(("options", "a_layer"), [({}, 400), ({"latent_rope_bits": 8}, 338)])
+def test_bits_of_rope_count(options: dict, a_layer: int) -> None:
+    assert metrics.stored_and_dense(sized(LATENTS, **options), FORMATS["tq4"]) == (4 * a_layer, 4 * 1152)
 
 
 def test_an_engine_without_a_packed_cache_has_none() -> None:

@@ -181,11 +181,10 @@ def notes(rows: list[dict[str, Any]]) -> str:
         "compared: stored bytes, gathered prefixes, decodes, merges and latents; differ: repeated launches with other "
         "bits; us: decode step of a layer, and its ratio to bf16 with vLLM's own attention"
     ]
-    pytorch = [name for name in ("kernel", "latents_kernel") if any(row.get(name) == "PyTorch" for row in rows)]
-    if "kernel" in pytorch:
-        found.append("attention runs in PyTorch here, many times slower than in kernels; packed-kv doctor says why")
-    elif pytorch:
-        found.append("latents run in PyTorch here; an engine on a CPU runs them in C++, which this does not check")
+    parts = {"attention": "kernel", "attention over latents": "latents_kernel"}
+    pytorch = [part for part, kernel in parts.items() if any(row.get(kernel) == "PyTorch" for row in rows)]
+    if pytorch:
+        found.append(f"{pytorch[0]} runs in PyTorch here, many times slower than in kernels; packed-kv doctor says why")
     return "\n".join(found)
 
 

@@ -129,7 +129,7 @@ def routes(config: VllmConfig) -> tuple[str, str]:
     from ..kernels.cuda import CAPABILITY
 
     model = config.model_config
-    if str(model.dtype) == "torch.float32" or not (current_platform.is_cuda() or _has_cpu_kernels(config)):
+    if str(model.dtype) == "torch.float32" or not (current_platform.is_cuda() or _has_cpu_kernels()):
         return PYTORCH, PYTORCH
     if model.use_mla:
         return PREFILL, DECODE
@@ -139,12 +139,12 @@ def routes(config: VllmConfig) -> tuple[str, str]:
     return PREFILL, DECODE if longest_decode(config) <= longest else PREFILL
 
 
-def _has_cpu_kernels(config: VllmConfig) -> bool:
-    """True on a CPU that can compile the kernels of the model's layers; there are none for latents."""
+def _has_cpu_kernels() -> bool:
+    """True on a CPU that can compile the kernels."""
     from ..kernels.cpu.compiler import BuildError, best_target, find_compiler
 
     try:
-        return current_platform.is_cpu() and not config.model_config.use_mla and bool(find_compiler() and best_target())
+        return current_platform.is_cpu() and bool(find_compiler() and best_target())
     except BuildError:
         return False
 
@@ -181,16 +181,24 @@ def info(config: VllmConfig, fmt: Format) -> dict[str, str]:
 
 
 def stored_and_dense(config: VllmConfig, fmt: Format) -> tuple[int, int]:
-    """KV bytes of a token on one rank, as stored and in 16 bits; 0 and 0 if the model's config cannot be read."""
+    """KV bytes of a token on one rank, as stored and in 16 bits: of the first stage of a pipeline, without a draft's
+    layers. 0 and 0 if the model's config cannot be read."""
+    from ..settings.facts import auto_cache
+    from ..settings.options import read_options
+
+    parallel, options = config.parallel_config, read_options(config.additional_config)
     try:
-        ranks = config.parallel_config.tensor_parallel_size
-        model = parse(config.model_config.hf_config.to_dict(), config.model_config.model, ranks)
+        model = parse(config.model_config.hf_config.to_dict(), config.model_config.model, parallel.tensor_parallel_size)
     except BadInput:
         return 0, 0
-    skipped = set(config.cache_config.kv_cache_dtype_skip_layers)
+    if model.has_latents:
+        model = model.with_rope_bits(options.latent_rope_bits)
+    layers = model.layers
+    if parallel.pipeline_parallel_size > 1:
+        layers = layers[slice(*config.model_config.get_layers_start_end_indices(parallel))]
+    skipped, unpacked = set(config.cache_config.kv_cache_dtype_skip_layers), auto_cache(config) or DENSE
     dtypes = [
-        DENSE if str(layer.number) in skipped or (layer.kind == "sliding" and "sliding_window" in skipped) else fmt.name
-        for layer in model.layers
+        unpacked if skipped & {str(layer.number), f"{layer.kind}_window"} else fmt.name for layer in layers
     ]
-    stored = bytes_per_token(zip(model.layers, dtypes, strict=True), config.model_config.dtype.itemsize)
-    return stored, bytes_per_token((layer, DENSE) for layer in model.layers)
+    stored = bytes_per_token(zip(layers, dtypes, strict=True), config.model_config.dtype.itemsize)
+    return stored, bytes_per_token((layer, DENSE) for layer in layers)
