@@ -384,6 +384,24 @@ def test_killed_while_writing(tmp_path: Path) -> None:
     assert whole > 5
 
 
+def test_calls_that_move_a_part_of_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As Linux moves less than 2 GiB in one call."""
+
+    def part_of(move: Any) -> Any:
+        return lambda file, parts: move(file, [parts[0][:3000]])
+
+    for name in ("writev", "readv"):
+        monkeypatch.setattr(os, name, part_of(getattr(os, name)))
+    pages, path = os.urandom(20480), tmp_path / "model" / "1.bin"
+    write_pages(path, tmp_path, memoryview(pages), direct=False)
+    found = memoryview(bytearray(len(pages)))
+    read_pages(path, tmp_path, found, direct=False)
+    assert found == pages
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(OSError, match="truncated"):
+        read_pages(path, tmp_path, found, direct=False)
+
+
 def connectors(options: dict[str, Any]) -> dict[str, Any]:
     """Options of a MultiConnector with one connector, whose options are these."""
     return {"connectors": [{"kv_connector": "OffloadingConnector", "kv_connector_extra_config": options}]}

@@ -343,7 +343,7 @@ def pair_kernel(layer: PairLayout, rotation: QueryRotation, option: str) -> Trit
     refused = refusal(
         (properties.major, properties.minor), codec.key.head_dim, group, longest, options.sliding_window,
         options.logits_soft_cap, has_sinks=options.sinks is not None, value_dim=codec.value.head_dim,
-        group_bits=codec.layout.vector.group_bits,
+        group_bits=codec.layout.vector.group_bits, requests=layer.limits.max_requests,
     )  # fmt: skip
     by_cuda = takes_cuda(option, refused, f"GQA group {group}", longest, longest_query(group))
     return (HopperPairs if by_cuda else TritonPairs)(layer, rotation)

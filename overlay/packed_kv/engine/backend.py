@@ -6,7 +6,6 @@ import functools
 from dataclasses import replace
 
 import torch
-from vllm.config import VllmConfig
 from vllm.v1.attention.backend import AttentionBackend, AttentionType
 from vllm.v1.kv_cache_interface import AttentionSpec
 from vllm.v1.kv_cache_layout import KVCacheLayout
@@ -16,7 +15,7 @@ from ..attention.metadata import PackedMetadataBuilder
 from ..facts import Attention, Facts, Layer, Pages
 from ..formats import FORMATS, HEAD_DIM_MULTIPLE
 from ..refusals import refuse
-from .capacity import check_padding, log_capacity, log_match_unit
+from .capacity import Reporting
 from .names import class_name, registry_name
 from .page_backend import PackedPages
 
@@ -28,16 +27,8 @@ WRAPPERS = ("vllm.model_executor.layers.attention.chunked_local_attention",)
 """Modules whose layers derive a backend from ours, with a metadata builder that calls ours and that ours honours."""
 
 
-class ReportingMetadataBuilder(PackedMetadataBuilder):
-    """Reports the cache's capacity when vLLM makes it: the cache has its real size by then."""
-
-    def __init__(
-        self, kv_cache_spec: AttentionSpec, layer_names: list[str], vllm_config: VllmConfig, device: torch.device
-    ) -> None:
-        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-        check_padding(vllm_config, kv_cache_spec)
-        log_capacity(vllm_config, kv_cache_spec.block_size)
-        log_match_unit(vllm_config)
+class ReportingMetadataBuilder(Reporting, PackedMetadataBuilder):
+    """Makes the metadata of layers of pairs."""
 
 
 class PackedAttentionBackend(PackedPages, AttentionBackend):

@@ -157,6 +157,19 @@ def log_capacity(vllm_config: VllmConfig, block_size: int) -> None:
     )
 
 
+class Reporting:
+    """Has a metadata builder, which stands behind it among a class's bases, report the cache when vLLM makes it: the
+    cache has its real size by then."""
+
+    def __init__(
+        self, kv_cache_spec: AttentionSpec, layer_names: list[str], vllm_config: VllmConfig, device: torch.device
+    ) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)  # type: ignore[call-arg]
+        check_padding(vllm_config, kv_cache_spec)
+        log_capacity(vllm_config, kv_cache_spec.block_size)
+        log_match_unit(vllm_config)
+
+
 def log_match_unit(vllm_config: VllmConfig) -> None:
     """Log what the prefix cache finds beside state layers, whose blocks grow with the compression."""
     cache = vllm_config.cache_config

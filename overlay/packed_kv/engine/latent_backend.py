@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any, ClassVar, TypeVar
 
 import torch
-from vllm.config import VllmConfig, get_current_vllm_config
+from vllm.config import get_current_vllm_config
 from vllm.model_executor.layers.attention.mla_attention import MLACommonBackend
 from vllm.platforms import current_platform
 from vllm.v1.attention.ops.flashmla import is_flashmla_sparse_supported
@@ -21,7 +21,7 @@ from ..facts import Attention, Facts, Latents
 from ..formats import FORMATS
 from ..layout import latent_slot_bytes
 from ..refusals import refuse
-from .capacity import log_capacity, log_match_unit
+from .capacity import Reporting
 from .names import latent_registry_name, sparse_registry_name
 from .page_backend import PackedPages
 
@@ -31,15 +31,8 @@ SLIDING_SPEC = "SlidingWindowMLASpec"
 """KV-cache spec of latent layers with a sliding window, which vLLM does not mention when it selects a backend."""
 
 
-class ReportingLatentBuilder(LatentMetadataBuilder):
-    """Reports the cache's capacity when vLLM makes it: the cache has its real size by then."""
-
-    def __init__(
-        self, kv_cache_spec: AttentionSpec, layer_names: list[str], vllm_config: VllmConfig, device: torch.device
-    ) -> None:
-        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-        log_capacity(vllm_config, kv_cache_spec.block_size)
-        log_match_unit(vllm_config)
+class ReportingLatentBuilder(Reporting, LatentMetadataBuilder):
+    """Makes the metadata of layers of latents."""
 
 
 class PackedLatentBackend(PackedPages, MLACommonBackend):
@@ -88,14 +81,8 @@ class PackedLatentBackend(PackedPages, MLACommonBackend):
         return replace(spec, state_content_bytes=latent_slot_bytes(cls.fmt, *sizes, rows=cls.is_sparse()))
 
 
-class ReportingSparseBuilder(SparseLatentBuilder):
-    """Reports the cache's capacity when vLLM makes it, as `ReportingLatentBuilder` does."""
-
-    def __init__(
-        self, kv_cache_spec: AttentionSpec, layer_names: list[str], vllm_config: VllmConfig, device: torch.device
-    ) -> None:
-        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-        log_capacity(vllm_config, kv_cache_spec.block_size)
+class ReportingSparseBuilder(Reporting, SparseLatentBuilder):
+    """Makes the metadata of layers of latents that read picked tokens."""
 
 
 class PackedSparseBackend(PackedLatentBackend):

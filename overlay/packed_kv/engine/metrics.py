@@ -197,8 +197,6 @@ def stored_and_dense(config: VllmConfig, fmt: Format) -> tuple[int, int]:
     if parallel.pipeline_parallel_size > 1:
         layers = layers[slice(*config.model_config.get_layers_start_end_indices(parallel))]
     skipped, unpacked = set(config.cache_config.kv_cache_dtype_skip_layers), auto_cache(config) or DENSE
-    dtypes = [
-        unpacked if skipped & {str(layer.number), f"{layer.kind}_window"} else fmt.name for layer in layers
-    ]
+    dtypes = [unpacked if skipped & {str(layer.number), f"{layer.kind}_window"} else fmt.name for layer in layers]
     stored = bytes_per_token(zip(layers, dtypes, strict=True), config.model_config.dtype.itemsize)
     return stored, bytes_per_token((layer, DENSE) for layer in layers)

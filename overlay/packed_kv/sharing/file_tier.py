@@ -58,7 +58,7 @@ def write_pages(path: Path, root: Path, pages: memoryview, direct: bool) -> None
     try:
         file = os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY | (O_DIRECT if direct else 0), 0o600)
         try:
-            written = os.writev(file, [pages, _footer(path, root, pages)])
+            written = _all_of(os.writev, file, [pages, memoryview(_footer(path, root, pages))])
         finally:
             os.close(file)
         if written != len(pages) + FOOTER:
@@ -95,10 +95,23 @@ def _read(path: Path, root: Path, pages: memoryview, direct: bool) -> bool:
     try:
         if not stat.S_ISREG(os.fstat(file).st_mode):
             return False
-        read = os.readv(file, [pages, footer])
+        read = _all_of(os.readv, file, [pages, memoryview(footer)])
     finally:
         os.close(file)
     return read == len(pages) + FOOTER and footer[:] == _footer(path, root, pages)[:]
+
+
+def _all_of(move: Callable[[int, list[memoryview]], int], file: int, parts: list[memoryview]) -> int:
+    """Return how many bytes of `parts` os.writev or os.readv has moved in as many calls as it takes: Linux moves up to
+    2 GiB in one."""
+    moved = 0
+    while parts and (count := move(file, parts)):
+        moved += count
+        while parts and count >= len(parts[0]):
+            count -= len(parts.pop(0))
+        if parts:
+            parts[0] = parts[0][count:]
+    return moved
 
 
 def _clear(path: Path) -> Path | None:

@@ -219,6 +219,9 @@ def test_refusal_names_what_the_kernel_does_not_take() -> None:
     assert "cap" in str(refusal((9, 0), 64, 4, 2, logits_soft_cap=30.0))
     assert "sinks" in str(refusal((9, 0), 64, 4, 2, has_sinks=True))
     assert "5 bits" in str(refusal((9, 0), 64, 4, 2, group_bits=(4, 5)))
+    assert "16385 requests at once (at most 16384)" in str(refusal((9, 0), 64, 4, 1, requests=16385))
+    assert "5462 requests at once (at most 5461)" in str(refusal((9, 0), 64, 16, 9, requests=5462))
+    assert "requests" not in str(refusal((9, 0), 64, 16, 9, requests=5461))
 
 
 @pytest.mark.parametrize("kv_heads", [1, 8])

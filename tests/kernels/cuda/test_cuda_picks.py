@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import pytest
@@ -161,3 +162,10 @@ def test_tokens_without_picks(heads: int) -> None:
     case.run()
     assert case.constant is not None
     assert torch.equal(case.output, case.constant.expand_as(case.output)) and (case.lse == -torch.inf).all()
+
+
+@pytest.mark.parametrize(("blocks", "is_served"), [(1 << 16, False), ((1 << 16) - 1, True)])
+def test_rows_have_numbers_up_to_64_gib(blocks: int, *, is_served: bool) -> None:
+    cache = torch.empty(blocks, 64, 1 << 14, dtype=torch.uint8, device="meta")
+    with contextlib.nullcontext() if is_served else pytest.raises(AssertionError, match="65,536 blocks span"):
+        pick_launch.check_span(cache)

@@ -15,6 +15,8 @@ COLUMNS = 64
 """The most query heads per KV head times query tokens that one pass over a request's keys serves."""
 MAX_PASSES = 4
 """The most passes over the keys of a request. With more, the prefill route is faster, which unpacks once."""
+MAX_REQUESTS = 1 << 14
+"""The most requests of a step, each counted once per pass: a schedule's words have room for twice as many."""
 LATENT = 512, 64
 """Rank and RoPE channels of the latents that `latent.cu` attends over."""
 LATENT_ROWS = 128
@@ -49,6 +51,7 @@ def refusal(
     has_sinks: bool = False,
     value_dim: int | None = None,
     group_bits: tuple[int, ...] = BITS,
+    requests: int = 1,
 ) -> str | None:
     """Return what of a layer this kernel does not serve, for the log, or None if it serves the layer.
 
@@ -62,6 +65,7 @@ def refusal(
         has_sinks: whether the layer has attention sinks.
         value_dim: channels of V; None: `head_dim`.
         group_bits: bits of the format's groups.
+        requests: the most of a step.
     """
     if capability != CAPABILITY:
         return f"compute capability {capability[0]}.{capability[1]} (only 9.0)"
@@ -71,6 +75,9 @@ def refusal(
         return f"value heads of {value_dim} channels beside key heads of {head_dim}"
     if query_len > longest_query(group):
         return f"{group} query heads per KV head times {query_len} query tokens (at most {longest_query(group)} tokens)"
+    passes = -(-query_len // pass_tokens(group))
+    if requests * passes > MAX_REQUESTS:
+        return f"{requests} requests at once (at most {MAX_REQUESTS // passes})"
     if sliding_window:
         return "a sliding window"
     if logits_soft_cap:

@@ -15,6 +15,8 @@ from ...layout import RowLayout
 from ..checks import check_int32
 from .latent_launch import CudaLatentDecode, Parts, Step, call_arguments, make_step, shape_of
 
+MAX_BYTES = (1 << 32) * 16
+"""Bytes that a layer's blocks must span less than: the kernel numbers rows by 16 bytes in words of 32 bits."""
 PICK_ARGUMENTS = struct.Struct("=2Q2I")
 """The part of `Arguments` in latent.cu on picks, between those of the step and of the layer."""
 
@@ -52,11 +54,27 @@ def pick_arguments(step: PickStep, picks: torch.Tensor) -> bytes:
     return PICK_ARGUMENTS.pack(picks.data_ptr(), step.requests, picks.stride(0), step.columns)
 
 
+def check_span(cache: torch.Tensor) -> None:
+    """Assert that the kernel can number a layer's rows: uint8 [blocks, block_size, row bytes], whose blocks may lie
+    apart, as in a cache whose blocks have all layers."""
+    span = cache.shape[0] * cache.stride(0)
+    assert span < MAX_BYTES, (
+        f"a layer's {cache.shape[0]:,} blocks span {span:,} bytes of the KV cache, not {MAX_BYTES:,}"
+    )
+
+
 class CudaPickDecode(CudaLatentDecode):
     """Decode attention over picked latent rows of one layer's cache, uint8 [blocks, block_size, row bytes]; arguments
     are those of `CudaLatentDecode`, with `page` of `row_layout(fmt, 512, 64)`."""
 
     step_bytes = CudaLatentDecode.step_bytes + PICK_ARGUMENTS.size
+
+    def __init__(
+        self, page: RowLayout, cache: torch.Tensor, heads: int, query: torch.dtype, output: torch.dtype,
+        constant: torch.Tensor | None = None, *, has_lse: bool = False,
+    ) -> None:  # fmt: skip
+        check_span(cache)
+        super().__init__(page, cache, heads, query, output, constant, has_lse=has_lse)
 
     def __call__(  # type: ignore[override]
         self, step: PickStep, query: torch.Tensor, rope_query: torch.Tensor, output: torch.Tensor, picks: torch.Tensor
