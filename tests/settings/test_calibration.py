@@ -18,11 +18,12 @@ from packed_kv.facts import Facts
 from packed_kv.formats import FORMATS
 from packed_kv.layout import MEAN_BLOCK
 from packed_kv.rope import Rope, rope_parameters
-from packed_kv.settings import calibration
+from packed_kv.settings import calibration, self_calibration
 from packed_kv.settings.options import OptionError
 from tiny_models import true_logits
 from transformers import PretrainedConfig
 from vllm import SamplingParams
+from vllm.config import KVTransferConfig
 from vllm.engine.arg_utils import EngineArgs
 
 LAYERS, KV_HEADS, HEAD_DIM = 3, 2, 64
@@ -281,6 +282,17 @@ def test_means_by_position_are_known_before_the_start(
     registration.cache_config.get_kv_cache_dtype_handler("tq4").before_engine(config)
     assert found[-1].parallel.has_mean_blocks == (version == 3)
     assert (found[-1].parallel.dcp, found[-1].parallel.dcp_run) == (1, 1)
+
+
+def test_tiers_are_checked_before_a_file_is_made(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(self_calibration, "resolve_auto", lambda _config: pytest.fail("a file is made"))
+    tier = {"secondary_tiers": [{"type": "fs"}]}
+    options = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both", "kv_connector_extra_config": tier}
+    config = EngineArgs(
+        str(model), tokenizer=str(DEMO_MODEL), kv_cache_dtype="tq4", kv_transfer_config=KVTransferConfig(**options)
+    ).create_engine_config()
+    with pytest.raises(ValueError, match="has no folder"):
+        registration.cache_config.get_kv_cache_dtype_handler("tq4").before_engine(config)
 
 
 def test_layers_of_several_head_sizes_are_refused(tmp_path: Path, no_workers: None) -> None:

@@ -408,7 +408,7 @@ def connectors(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def settings(extra: dict[str, Any]) -> Any:
-    """Stand-in for a VllmConfig, as far as `check_tiers` reads it."""
+    """Stand-in for a VllmConfig, as far as `tiers` reads it."""
     return SimpleNamespace(
         kv_transfer_config=KVTransferConfig("MultiConnector", kv_role="kv_both", kv_connector_extra_config=extra),
         model_config=SimpleNamespace(model="none", revision=None, use_mla=False),
@@ -426,7 +426,7 @@ def test_tiers_of_an_engine(tmp_path: Path, lines: list[str]) -> None:
     first, second = ({"secondary_tiers": tiers_} for tiers_ in ([bad, other], [good]))
     within = {"kv_connector": "MultiConnector", "kv_connector_extra_config": connectors(second)}
     outer = {"connectors": [*connectors(first)["connectors"], within, {"kv_connector": "OffloadingConnector"}]}
-    tiers.check_tiers(settings(outer), FORMATS["tq4"])
+    tiers.replace_tiers(settings(outer), FORMATS["tq4"])
     (tier,) = second["secondary_tiers"]
     assert tier == {**good, "type": tiers.FILES, "page_format": tier["page_format"]}
     assert tier["page_format"].startswith("tq4-")
@@ -437,7 +437,7 @@ def test_tiers_of_an_engine(tmp_path: Path, lines: list[str]) -> None:
     assert not [*(tmp_path / "new").iterdir()]
     assert SecondaryTierFactory.get_tier_class(tier) is PackedFileTier
     before = copy.deepcopy(outer)
-    tiers.check_tiers(settings(outer), FORMATS["tq4"])  # a second engine with the same settings
+    tiers.replace_tiers(settings(outer), FORMATS["tq4"])  # a second engine with the same settings
     assert outer == before
 
 
@@ -445,4 +445,4 @@ def test_tiers_of_an_engine(tmp_path: Path, lines: list[str]) -> None:
 def test_a_tier_without_a_folder(folder: dict[str, Any]) -> None:
     extra = connectors({"secondary_tiers": [{"type": "fs", **folder}]})
     with pytest.raises(ValueError, match='has no folder; write "root_dir": "PATH"'):
-        tiers.check_tiers(settings(extra), FORMATS["tq4"])
+        tiers.check_tiers(settings(extra))

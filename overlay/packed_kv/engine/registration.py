@@ -222,7 +222,7 @@ class PackedDTypeHandler:
         from ..settings.calibration import read_calibration
         from ..settings.options import check_files
         from ..settings.self_calibration import resolve_auto
-        from ..sharing.tiers import check_tiers
+        from ..sharing.tiers import check_tiers, replace_tiers
         from ..window.size import log_window
 
         facts = Facts(*engine_facts(vllm_config).records, given_facts(vllm_config))
@@ -230,12 +230,13 @@ class PackedDTypeHandler:
         if asked := said_of_cache(getattr(vllm_config.model_config.hf_config, "quantization_config", None) or {}):
             logger.info("KV cache dtype %s: %s", self.name, asked)
         check_files(read_options(vllm_config.additional_config))
+        check_tiers(vllm_config)
         log_window(vllm_config)
         resolve_auto(vllm_config)
         file = read_calibration(vllm_config)
         has_mean_blocks = file is not None and bool(file.ropes) and not facts.latents.is_mla
         refuse(Facts(*facts.records, Parallel(has_mean_blocks=has_mean_blocks)), self.name)
-        check_tiers(vllm_config, FORMATS[self.name])
+        replace_tiers(vllm_config, FORMATS[self.name])
         if vllm_config.lora_config is not None:
             from ..sharing.adapters import name_adapters
 

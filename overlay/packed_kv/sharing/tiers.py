@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import contextlib
 import uuid
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from vllm.logger import init_logger
 
@@ -18,6 +19,7 @@ from .fingerprint import page_format
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
+    from ..facts import Connector
     from ..formats import Format
 
 logger = init_logger("vllm.packed_kv")
@@ -28,27 +30,36 @@ LONGEST = 240
 """Characters that a file's path may have behind the tier's folder; it has up to 190."""
 
 
-def check_tiers(config: VllmConfig, fmt: Format) -> None:
-    """Replace each tier `fs` by `PackedFileTier`; leave out, with one line, those that cannot be written to.
+def check_tiers(config: VllmConfig) -> None:
+    """Raise ValueError for a tier `fs` without a folder."""
+    for _, tiers in _tiers(config):
+        for tier in filter(_is_fs, tiers):
+            if not isinstance(tier.get("root_dir"), str) or not tier["root_dir"]:
+                raise ValueError(f'--kv-transfer-config: the tier {tier} has no folder; write "root_dir": "PATH"')
 
-    Raises ValueError for a tier without a folder.
-    """
-    for connector in connectors(config.kv_transfer_config):
-        tiers = connector.options.get("secondary_tiers", [])
-        if not isinstance(tiers, list) or not any(_is_fs(tier) for tier in tiers):
-            continue
+
+def replace_tiers(config: VllmConfig, fmt: Format) -> None:
+    """Replace each tier `fs` by `PackedFileTier`, for pages by the calibration file that is there by now; leave out,
+    with one line, those that cannot be written to."""
+    for connector, tiers in _tiers(config):
         _register()
-        checked = []
+        usable = []
         for tier in tiers:
             if not _is_fs(tier):
-                checked.append(tier)
-            elif not isinstance(tier.get("root_dir"), str) or not tier["root_dir"]:
-                raise ValueError(f'--kv-transfer-config: the tier {tier} has no folder; write "root_dir": "PATH"')
+                usable.append(tier)
             elif reason := _unusable(tier["root_dir"]):
                 logger.warning("KV pages on disk: tier disabled (%s)", reason)
             else:
-                checked.append({**tier, "type": FILES, "page_format": page_format(config, fmt)})
-        connector.options["secondary_tiers"] = checked
+                usable.append({**tier, "type": FILES, "page_format": page_format(config, fmt)})
+        connector.options["secondary_tiers"] = usable
+
+
+def _tiers(config: VllmConfig) -> Iterator[tuple[Connector, list[Any]]]:
+    """Connectors and their tiers, where one of these is `fs`."""
+    for connector in connectors(config.kv_transfer_config):
+        tiers = connector.options.get("secondary_tiers", [])
+        if isinstance(tiers, list) and any(map(_is_fs, tiers)):
+            yield connector, tiers
 
 
 def _is_fs(tier: object) -> bool:
