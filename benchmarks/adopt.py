@@ -5,13 +5,12 @@ the docs.
 
 Only runs that ended well count. A file of DIR replaces the one of its name, with its entry in runs.toml; a file that
 DIR does not have stays as it is. What a replaced file had and its successor lacks is named. Reports of quality behind
-prompts go into results/generate-smollm2/, an H200's alone. Then measured.py runs.
+prompts go into results/generate-smollm2/, if both are there: their tables are of one card. Then measured.py runs.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import re
 import subprocess
 import sys
@@ -22,8 +21,7 @@ import release
 import rows
 
 RESULTS = Path(__file__).resolve().parent / "results"
-H200 = "NVIDIA H200"
-FOLDERS = {H200: "release", "NVIDIA H100 80GB HBM3": "release/h100"}
+FOLDERS = {"NVIDIA H200": "release", "NVIDIA H100 80GB HBM3": "release/h100"}
 """Card -> folder in results/ of its rows."""
 WHAT = {
     "throughput.csv": "as many requests of an 8B-shaped model as 20 GB of KV cache hold, all at once",
@@ -88,14 +86,12 @@ def adopt(folder: Path) -> None:
         for case in sorted(lost):
             print(f"    no longer there: {', '.join(case)}")
     toml.write_text(text)
-    for report in sorted(folder.glob("runs/quality-*/*.json")):
-        content = report.read_text()
-        if (report.parent / "done").exists() and H200 in json.loads(content)["run"]["made_with"]["device"]:
-            content = re.sub(r"--output \S*/", "--output ", content, count=1)  # no path of a machine
-            names = [report.name, quality_rows.SUMMARY] if report.stem == "calibrated" else [report.name]
-            for name in names:
-                (RESULTS / quality_rows.FOLDER / name).write_text(content)
-                print(f"{quality_rows.FOLDER}/{name}")
+    of_quality = [folder / "runs" / f"quality-{name}" for name in release.PARTS["quality"].dtypes]
+    if all((run / "done").exists() for run in of_quality):
+        for report in (run / f"{run.name.removeprefix('quality-')}.json" for run in of_quality):
+            content = re.sub(r"--output \S*/", "--output ", report.read_text(), count=1)  # no path of a machine
+            (RESULTS / quality_rows.FOLDER / report.name).write_text(content)
+            print(f"{quality_rows.FOLDER}/{report.name}")
 
 
 def main() -> int:

@@ -22,7 +22,7 @@ from pathlib import Path
 import plan_figures
 import tables
 from packed_kv_quality.generation_report import accepted_ratio, tokens_a_step
-from quality_rows import BEHIND, CALIBRATED, FOLDER, H200, SUMMARY, TEXT, UNCALIBRATED, behind, forced, gains, tasks
+from quality_rows import BEHIND, CALIBRATED, FOLDER, H200, TEXT, UNCALIBRATED, behind, forced, gains, tasks
 from rows import MACHINE, read
 from tables import BASE, BASELINE, RESULTS, Row, Show, Table, figures, in_order, kl, load, pivot, ratio, text
 
@@ -101,14 +101,6 @@ def last_options(rows: list[Row]) -> list[Row]:
     common = min((row["server_options"] for row in rows if "server_options" in row), key=len)
     own = [row.get("server_options", f"{common} the engine alone").removeprefix(common).strip() for row in rows]
     return in_order({**row, "options": options} for row, options in zip(rows, own, strict=True))
-
-
-def released(name: str, *dtypes: str, before: str = "") -> str:
-    """The file of results/release/ with this name; while that has no rows of these dtypes, the one of runs `before`, by
-    default of the same name."""
-    file = RESULTS / RELEASE / name
-    found = {row["dtype"] for row in read(file)} if file.exists() else set()
-    return f"{RELEASE}/{name}" if found and {*dtypes} <= found else before or name
 
 
 def by_kernel(rows: list[Row]) -> list[Row]:
@@ -255,7 +247,7 @@ SPECS: Mapping[str, Sequence[Spec]] = {
         Spec("throughput-summary", "release/throughput.csv", {"dtype": "20 GB of KV cache"}, WAVE, where={"dtype":
              SHOWN}),
         Spec("speed", "release/decode.csv", STEPS, STEP, CASE, LONG | {"dtype": SHOWN}),
-        Spec("quality", {f"{FOLDER}/{SUMMARY}": CALIBRATED}, AFTER, kl, ("prompt",), prepare=behind("prompt",
+        Spec("quality", {f"{FOLDER}/calibrated.json": CALIBRATED}, AFTER, kl, ("prompt",), prepare=behind("prompt",
              dtypes=(*OURS, "fp8"))),
     ),
     "docs/speed.md": (
@@ -267,16 +259,16 @@ SPECS: Mapping[str, Sequence[Spec]] = {
         Spec("steps-h100", "release/h100/decode.csv", STEPS, STEP, CASE),
         Spec("prefill", "release/prefill.csv", {"dtype": "tokens/s, tokens:"}, TOKENS_S, ("tokens",)),
         Spec("prefill-h100", "release/h100/prefill.csv", {"dtype": "tokens/s, tokens:"}, TOKENS_S, ("tokens",)),
-        Spec("recent-window", released("recent_window.csv"), {"dtype": "ms", "recent_tokens": "window"}, STEP, CASE,
+        Spec("recent-window", "release/h100/recent_window.csv", {"dtype": "ms", "recent_tokens": "window"}, STEP, CASE,
              base={"recent_tokens": "0"}),
-        Spec("means", released("means.csv"), MEANS, ratio("p50_ms", digits=3), CASE, prepare=averaged,
+        Spec("means", "release/h100/means.csv", MEANS, ratio("p50_ms", digits=3), CASE, prepare=averaged,
              base={"means": "none"}),
         Spec("mixed", "release/mixed.csv", MIXED, STEP, ("prompt",)),
         Spec("mixed-h100", "release/h100/mixed.csv", MIXED, STEP, ("prompt",)),
         Spec("verify", "release/verify.csv", DRAFTS, STEP, CASE, {"model": ("8b",)}),
-        Spec("verify-shapes", released("verify_shapes.csv", "auto", "tq4", before="verify.csv"), {"model": "shape"} |
-             DRAFTS, STEP, CASE, {"model": ("llama-70b-tp4", "qwen3-235b-tp4", "glm-4.5-tp8")}),
-        Spec("gpt-oss", released("gpt_oss.csv", "auto", "tq4"), STEPS, STEP, CASE),
+        Spec("verify-shapes", "release/h100/verify_shapes.csv", {"model": "shape"} |
+             DRAFTS, STEP, CASE),
+        Spec("gpt-oss", "release/h100/gpt_oss.csv", STEPS, STEP, CASE),
         Spec("latent-steps", "release/glm_flash.csv", STEPS, STEP, CASE),
         Spec("latent-steps-h100", "release/h100/glm_flash.csv", STEPS, STEP, CASE),
         Spec("latent-prefill", "release/glm_flash_prefill.csv", {"dtype": "tokens/s, tokens:"},
@@ -284,9 +276,11 @@ SPECS: Mapping[str, Sequence[Spec]] = {
         Spec("sparse-steps", "release/sparse.csv", ROPE_BITS, with_kernels, CASE, base=FP8_CACHE),
         Spec("sparse-prefill", "release/sparse_prefill.csv", ROPE_BITS | {"dtype": "tokens/s, tokens:"}, TOKENS_S,
              ("tokens",), base=FP8_CACHE),
-        Spec("kimi-steps", "release/kimi_linear.csv", STEPS, with_kernels, CASE),
-        Spec("tensor-parallel", {"tensor_parallel_one.csv": "", "tensor_parallel.csv": ""}, {"ranks": "GPUs",
-             "dtype": "ms"}, STEP, CASE, prepare=list),
+        Spec("kimi-steps", "release/kimi_linear.csv", STEPS, STEP, CASE),
+        Spec("kimi-steps-h100", "release/h100/kimi_linear.csv", STEPS, STEP, CASE),
+        Spec("tensor-parallel", {"release/h100/decode.csv": "", "release/h100/tensor_parallel.csv": ""}, {"ranks":
+             "GPUs", "dtype": "ms"}, STEP, CASE, LONG | {"requests": ("32", "128", "8", "1"), "dtype": ("auto", "fp8",
+             "tq4")}),
         Spec("cpu", "cpu_engine.csv", {"what": "what", "dtype": "dtype"}, {"ms": text("ms"),
              "prompt tokens/s": text("tokens_a_second"), "ratio": text("ratio", ".2f")},
              prepare=lambda rows: [row for row in rows if not row["reference_ms"]]),
@@ -334,7 +328,7 @@ SPECS: Mapping[str, Sequence[Spec]] = {
              {"model": "model", "setting": "on", "dtype": "dtype"}, shows(SOAKED), prepare=list),
     ),
     "docs/quality.md": (
-        Spec("quality-summary", {f"{FOLDER}/{SUMMARY}": CALIBRATED}, AFTER, kl, ("prompt",), prepare=behind("prompt",
+        Spec("quality-summary", {f"{FOLDER}/calibrated.json": CALIBRATED}, AFTER, kl, ("prompt",), prepare=behind("prompt",
              dtypes=(*OURS, "fp8"))),
         Spec("generate", BEHIND, KL, kl, ("text", "prompt"), prepare=behind("text", "prompt")),
         Spec("generate-gain", BEHIND, {"dtype": "with a file / without, prompt tokens:"}, text("gain"), ("prompt",),
@@ -374,18 +368,17 @@ SPECS: Mapping[str, Sequence[Spec]] = {
 
 
 AGAIN = {
-    "steps-older": "others --dtypes turboquant_4bit_nc", "recent-window": "window0 window64",
-    "means": "unmeant means", "verify-shapes": "llama qwen glm", "gpt-oss": "gptoss",
+    "steps-older": "others --dtypes turboquant_4bit_nc",
 }  # fmt: skip
 """Table that has older rows -> the parts of release.py that make them again."""
 APART = {
-    "tensor-parallel": "several GPUs", "cpu": "a CPU",
+    "cpu": "a CPU",
     "prefixes": "minutes of a server per dtype", "trace": "minutes of a server per dtype",
     "agents": "minutes of an engine per dtype", "reasoning": "minutes of an engine per dtype",
     "contexts": "needs host memory and a disk", "peers": "several GPUs",
 }  # fmt: skip
 """Table of docs/speed.md or docs/server.md -> why its rows are not the release's."""
-SEVERAL = ("steps-older", "verify-shapes", "tensor-parallel", "agents", "reasoning", "contexts")
+SEVERAL = ("steps-older", "agents", "reasoning", "contexts")
 """Tables of these pages that may have rows of several commits or cards until their parts are measured again, or because
 each row is an engine of its own setting. All others have one commit, card and environment."""
 OLDER = "older"

@@ -47,7 +47,7 @@ def step() -> dict[str, object]:
     A dtype's share of the card's bandwidth is the slope between 1,024 and 8,192 tokens of 32 requests, the mean of all
     dtypes of its width: one kernel reads their pages, and steps of several engines differ by noise. `request_ms` is the
     slope of bf16 from 32 requests to 128 of a quarter of their tokens, `fixed_ms` what is left of its step, and
-    `collective_ms` what is left of its step on two cards.
+    `collective_ms` what is left of its step on two H100s, which are taken to reach the same share of their bandwidth.
     """
     rows = load("release/decode.csv")
     (made_by,) = {(row["gpu"], row["vllm"], row["commit"]) for row in rows if row["dtype"] == BASELINE}
@@ -62,17 +62,17 @@ def step() -> dict[str, object]:
         read = 32 * (8192 - 1024) * bytes_per_token(shape, name, serving)
         share[name] = round(read / mean(slopes[width(name)]) * 1e3 / CARDS[GPU].bandwidth, 4)
 
-    def reading_ms(requests: int, context: int, ranks: int) -> float:
+    def reading_ms(requests: int, context: int, ranks: int, gpu: str = GPU) -> float:
         rank = parse(MODEL_8B, "8B", ranks)
         read = weights(rank, None, None).read(requests) / ranks
         read += requests * context * bytes_per_token(rank, "bf16", Serving(context))
-        return 1e3 * read / (share["bf16"] * CARDS[GPU].bandwidth)
+        return 1e3 * read / (share["bf16"] * CARDS[gpu].bandwidth)
 
     request = (ms[BASELINE, "128", "2048"] - ms[BASELINE, "32", "8192"]) / (128 - 32)
     fixed = ms[BASELINE, "32", "8192"] - reading_ms(32, 8192, ranks=1) - 32 * request
-    two = next(row for row in load("tensor_parallel.csv")
+    two = next(row for row in load("release/h100/tensor_parallel.csv")
                if (row["dtype"], row["ranks"], row["requests"]) == (BASELINE, "2", "1"))  # fmt: skip
-    left = float(two["p50_ms"]) - reading_ms(1, int(two["context"]), ranks=2) - fixed - request / 2
+    left = float(two["p50_ms"]) - reading_ms(1, int(two["context"]), 2, "H100") - fixed - request / 2
     gpu, vllm, commit = made_by
     return {
         "source": f"benchmarks/results/release/decode.csv: one {gpu.removeprefix('NVIDIA ')}, vLLM {vllm}, 8B shape, "

@@ -15,8 +15,6 @@ CALIBRATED, UNCALIBRATED, NO_WINDOW = "calibrated", "no file", "calibrated, no w
 FOLDER, H200 = "generate-smollm2", "quality-smollm2-h200"
 BEHIND = {f"{FOLDER}/calibrated.json": CALIBRATED, f"{FOLDER}/uncalibrated.json": UNCALIBRATED}
 """Prompts of 1,000 to 7,500 tokens, with the recent window of 64 tokens."""
-SUMMARY = "release.json"
-"""The calibrated report of the release, for README.md: of `FOLDER`, and maybe newer than those of `BEHIND`."""
 TEXT = {
     f"{H200}/calibrated-window-64-f759513.json": CALIBRATED, f"{H200}/turboquant-nc.json": CALIBRATED,
     f"{H200}/calibrated-window-64.json": CALIBRATED, f"{H200}/calibrated-window-64-29533ae.json": CALIBRATED,

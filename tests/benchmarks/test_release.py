@@ -165,11 +165,13 @@ def test_a_release_is_adopted(tmp_path: Path) -> None:
     (out / "runs" / "mixed-auto").mkdir()  # which has not ended well
     rows.append(out / "runs" / "mixed-auto" / "mixed.csv", {"dtype": "auto"})
     others = {file: file.read_text() for file in results.rglob("*.csv") if file.name != "throughput.csv"}
-    report = (REPO / "benchmarks/results/generate-smollm2/calibrated.json").read_text()
-    (out / "runs" / "quality-calibrated").mkdir()
-    (out / "runs" / "quality-calibrated" / "done").write_text("1234abc")
-    made = report.replace("--output calibrated", "--output /home/somebody/calibrated")
-    (out / "runs" / "quality-calibrated" / "calibrated.json").write_text(made)
+    reports = {}
+    for name in ("calibrated", "uncalibrated"):
+        file, run = results.parent / f"generate-smollm2/{name}.json", out / "runs" / f"quality-{name}"
+        reports[file] = file.read_text()
+        run.mkdir()
+        (run / f"{name}.json").write_text(reports[file].replace("--output ", "--output /home/somebody/"))
+    (out / "runs/quality-calibrated/done").write_text("1234abc")
 
     def adopt() -> str:
         command = [sys.executable, str(tmp_path / "benchmarks/adopt.py"), str(out)]
@@ -179,8 +181,11 @@ def test_a_release_is_adopted(tmp_path: Path) -> None:
 
     said = adopt()
     assert "release/throughput.csv: 4 rows of turboquant25, tq4, fp8, auto" in said
-    for name in ("calibrated.json", "release.json"):
-        assert f"generate-smollm2/{name}" in said and (results.parent / "generate-smollm2" / name).read_text() == report
+    assert "generate-smollm2" not in said  # one of its two settings has not ended
+    (out / "runs/quality-uncalibrated/done").write_text("1234abc")
+    said += adopt()
+    for file, report in reports.items():
+        assert f"generate-smollm2/{file.name}" in said and file.read_text() == report
     assert "rewritten: README.md, " in said and "docs/server.md" in said
     assert "| turboquant25 | 48 (3.00) | 4,321 (1.00) |" in (tmp_path / "README.md").read_text()
     assert {file: file.read_text() for file in results.rglob("*.csv") if file.name != "throughput.csv"} == others

@@ -187,8 +187,8 @@ def test_blocks_of_latents_hold_a_state(dtype: str, block: int) -> None:
     assert len({spec.page for spec in specs}) == 1
 
 
-STEPS = ("decode.csv", "tensor_parallel.csv", "recent_window.csv", "release/decode.csv", "release/mixed.csv",
-         "release/h100/decode.csv", "release/h100/mixed.csv")  # fmt: skip
+STEPS = ("decode.csv", "release/decode.csv", "release/mixed.csv", *(f"release/h100/{name}.csv" for name in (
+         "decode", "mixed", "tensor_parallel", "recent_window", "means")))  # fmt: skip
 
 
 def rows(name: str) -> list[dict[str, str]]:
@@ -197,11 +197,13 @@ def rows(name: str) -> list[dict[str, str]]:
 
 
 def measured_steps() -> Iterator[tuple[str, dict[str, str]]]:
-    """Every decode step of the 8B shape that is in the results, of the dtypes that have a share."""
+    """Every decode step of the 8B shape that is in the results, of the dtypes that have a share; but for those that
+    varied by more than a quarter from p20 to p80, whose host was busy."""
     for name in STEPS:
         for row in rows(name):
             dtype = "bf16" if row["dtype"] == "auto" else row["dtype"]
-            if dtype in measured.STEP["share"] and row.get("prompt", "0") == "0":
+            is_steady = float(row["p80_ms"]) <= 1.25 * float(row["p20_ms"])
+            if dtype in measured.STEP["share"] and row.get("prompt", "0") == "0" and is_steady:
                 yield name, {**row, "dtype": dtype}
 
 
@@ -227,7 +229,7 @@ def test_a_dtype_without_a_measured_share_has_no_step(monkeypatch: pytest.Monkey
 
 
 def test_steps_are_within_15_percent_of_all_that_was_measured() -> None:
-    """Eight shapes, ten dtypes, 1 to 4 H200s or an H100, with and without a window; the cells that the estimate was
+    """Eight shapes, ten dtypes, an H200 or 1 to 4 H100s, with and without a window; the cells that the estimate was
     made of are few of them (next test)."""
     found = list(measured_steps())
     assert {name for name, _ in found} == set(STEPS)
@@ -275,7 +277,9 @@ def test_the_estimate_gives_back_the_steps_that_it_is_made_of() -> None:
     for requests, context in (("32", "8192"), ("128", "2048")):
         found = estimate({**case, "dtype": "bf16", "requests": requests, "context": context})
         assert found == pytest.approx(steps["auto", requests, context], rel=1e-3)
-    two = next(row for row in rows("tensor_parallel.csv") if (row["dtype"], row["requests"]) == ("auto", "1"))
+    two = next(
+        row for row in rows("release/h100/tensor_parallel.csv") if (row["dtype"], row["requests"]) == ("auto", "1")
+    )
     assert estimate({**two, "dtype": "bf16"}) == pytest.approx(float(two["p50_ms"]), rel=1e-3)
 
 
