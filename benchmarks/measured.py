@@ -328,8 +328,8 @@ SPECS: Mapping[str, Sequence[Spec]] = {
              {"model": "model", "setting": "on", "dtype": "dtype"}, shows(SOAKED), prepare=list),
     ),
     "docs/quality.md": (
-        Spec("quality-summary", {f"{FOLDER}/calibrated.json": CALIBRATED}, AFTER, kl, ("prompt",), prepare=behind("prompt",
-             dtypes=(*OURS, "fp8"))),
+        Spec("quality-summary", {f"{FOLDER}/calibrated.json": CALIBRATED}, AFTER, kl, ("prompt",),
+             prepare=behind("prompt", dtypes=(*OURS, "fp8"))),
         Spec("generate", BEHIND, KL, kl, ("text", "prompt"), prepare=behind("text", "prompt")),
         Spec("generate-gain", BEHIND, {"dtype": "with a file / without, prompt tokens:"}, text("gain"), ("prompt",),
              prepare=gains),

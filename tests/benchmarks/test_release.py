@@ -171,6 +171,7 @@ def test_a_release_is_adopted(tmp_path: Path) -> None:
         reports[file] = file.read_text()
         run.mkdir()
         (run / f"{name}.json").write_text(reports[file].replace("--output ", "--output /home/somebody/"))
+        file.write_text(f"{reports[file]}\n")
     (out / "runs/quality-calibrated/done").write_text("1234abc")
 
     def adopt() -> str:
