@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from .model_shape import FP8, Config, nested, word
+from .config_defaults import Config
+from .config_fields import nested, word
+from .model_shape import FP8
 
 
 def asked_cache(quantization: Config) -> str:

@@ -17,9 +17,10 @@ from difflib import get_close_matches
 from typing import Any, NoReturn, TypeVar
 
 from .channel_calibration import UNCALIBRATED, ChannelCalibration
+from .config_fields import EXPANDED_LATENTS, word
 from .formats import FORMATS, GROUP_SIZE, HEAD_DIM_MULTIPLE, Format, fits_value_dim
 from .json_file import printable, read_json, shown
-from .model_shape import EXPANDED_LATENTS, Model, word
+from .model_shape import Model
 from .rope import Parameters, Rope, normalised, rope_in_words
 
 FILE_NAME = "turboquant_kv.json"

@@ -13,9 +13,10 @@ from .architectures import (
     LATENT_SINKS,
 )
 from .cache_scheme import asked_cache
+from .config_defaults import Config
+from .config_fields import all_pick, listed, nested, reads_latents, text_config, whole, word
 from .facts import Architecture, Attention, Cache, Facts, Latents, Layer, Pages
 from .json_file import printable
-from .model_shape import Config, all_pick, listed, nested, reads_latents, text_config, whole, word
 
 
 def facts_of_config(config: Config) -> Facts:

@@ -1,7 +1,6 @@
 """The shape of a model's KV cache, read from its config.json: layer by layer, as vLLM builds them.
 
-The runtime, the refusals and `packed-kv plan` share it. Families name and leave out fields in their own ways; this file
-holds what is known of them. Imports no torch and no vLLM.
+The runtime, the refusals and `packed-kv plan` share it. Imports no torch and no vLLM.
 """
 
 from __future__ import annotations
@@ -10,10 +9,25 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from .config_defaults import HEAD_DIM, HEADS, HIDDEN, KV_HEADS, LAYERS, LENGTHS, Config, text_type, with_defaults
+from .config_defaults import HEAD_DIM, HEADS, HIDDEN, KV_HEADS, LAYERS, LENGTHS, Config
+from .config_fields import (
+    EXPANDED_LATENTS,
+    LARGEST_WHOLE,
+    MODEL_BYTES,
+    BadInput,
+    listed,
+    nested,
+    picks_tokens,
+    reads_latents,
+    text_config,
+    whole,
+    word,
+)
 from .formats import FORMATS, ROPE_BITS
-from .json_file import printable, shown
+from .json_file import printable
+from .layer_kinds import layer_kinds
 from .layout import latent_slot_bytes, ring_slot_bytes
+from .state_layers import state_of
 
 DENSE, FP8 = "bf16", "fp8"
 FP8_SPARSE_BYTES = 656
@@ -23,53 +37,10 @@ INDEX_GROUP = 128
 MAX_PADDING = 1.5
 """Largest ratio of a packed page's bytes to its content. Layers with pages of several sizes share a pool, and vLLM pads
 the smaller pages; beside a skipped layer in bf16 a packed page would take 3.8 times its content or more."""
-DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
-MODEL_BYTES = 2
-"""Bytes of a number of weights, activations and pages: by default vLLM serves a config's float32 in bf16."""
-
-PICKING_KINDS = ("deepseek_sparse_attention", "indexed_attention", "sparse_attention", "sparse")
-"""Words of `layer_types` for layers of latents that read picked tokens, as vLLM's models/hy_v4 knows them."""
-KINDS = {
-    "full_attention": ("full",),
-    "attention": ("full",),
-    "sliding_attention": ("sliding",),
-    "chunked_attention": ("chunked",),
-    "linear_attention": ("state",),
-    "mamba": ("state",),
-    "mamba2": ("state",),
-    "conv": ("state",),
-    "hybrid": ("state", "full"),
-    "moe": (),
-    "mlp": (),
-}
-"""Words of `layer_types` and its like -> what the layer keeps."""
-NEMOTRON_H = {"M": ("state",), "*": ("full",), "-": (), "E": ()}
-"""Letters of Nemotron-H's `hybrid_override_pattern`."""
-NEMOTRON_H_WORDS = {
-    "mamba": "M", "linear_attention": "M", "attention": "*", "full_attention": "*", "mlp": "-", "moe": "E",
-}  # fmt: skip
-"""The same in words, as transformers 5 writes them."""
-FULL_AT_LAST = ("gemma4", "gemma4_text", "gemma4_unified", "gemma4_unified_text")
-FULL_FIRST = ("cwm", "granite_swa", "granitemoe_swa")
-SLIDING_AND_FULL = {
-    "gemma2": 2, "vaultgemma": 2, "gpt_oss": 2, "gemma3_text": 6, "gemma3": 6, "gemma3n_text": 5, "cohere2": 4,
-    "olmo3": 4, "afmoe": 4, "exaone4": 4, "exaone_moe": 4, "laguna": 1, "mellum": 1,
-    **dict.fromkeys(FULL_AT_LAST, 6), **dict.fromkeys(FULL_FIRST, 4),
-}  # fmt: skip
-"""Model type -> period of its layers, of which the last (in `FULL_FIRST`, the first) is full and the others slide,
-where the config says nothing. The model's last layer is full, too, in `FULL_AT_LAST`."""
-NEED_LAYER_TYPES = (
-    "cohere2_moe", "granitemoehybrid", "mimo_v2_flash", "nemotron_h", "olmo_hybrid", "zamba2",
-)  # fmt: skip
-"""Model types whose layers differ by no rule that is known here where the config says nothing."""
 NOT_SERVED = ("bamba", "plamo2", "recurrent_gemma")
 """Model types with layers of several kinds that vLLM served before 0.27, or never: no vLLM that is patched does."""
-DELTA_NET = ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim")
-"""Sizes of gated delta nets, each after `linear_`."""
-EXPANDED_LATENTS = ("minicpm3",)
-"""Model types with a `kv_lora_rank` whose latent vectors vLLM expands to K and V of every head."""
-LARGEST_WHOLE, MOST_LAYERS = 1 << 40, 10_000
-"""Bounds of the numbers in a config."""
+MOST_LAYERS = 10_000
+"""Layers, and runs of layers, that a config may have."""
 LAYER_FIELDS = frozenset((
     "num_attention_heads", "num_key_value_heads", "num_kv_heads", "num_attention_groups", "head_dim",
     "attention_head_dim", "kv_channels", "v_head_dim", "sliding_window", "attention_chunk_size", "intermediate_size",
@@ -84,12 +55,6 @@ NEUTRAL_FIELDS = frozenset((
 """Fields that change no page and no number of weights."""
 WINDOW_FIELDS = frozenset(("sliding_window", "attention_chunk_size"))
 """Fields that may be another number in some layers, but not null in these or in the others alone."""
-ATTENTION_FREE = ("mamba", "mamba2", "falcon_mamba", "rwkv")
-"""Model types whose layers all are state layers, though their configs do not say so."""
-
-
-class BadInput(ValueError):
-    """Input that cannot be used; the message is one line that says what was read and what to give."""
 
 
 @dataclass(frozen=True)
@@ -179,79 +144,6 @@ class Model:
     def query_heads(self, layer: Layer) -> int:
         """Query heads of a layer, on all ranks."""
         return whole(layer_config(self.config, layer.number % self.config["num_hidden_layers"]), "num_attention_heads")
-
-
-def whole(config: Config, *names: str, default: int = 0) -> int:
-    """The first field that is there and not null: a whole number. Raises BadInput for anything else."""
-    name, value = _first(config, names)
-    if value is None:
-        return default
-    if type(value) is not int or not 0 <= value <= LARGEST_WHOLE:
-        raise BadInput(f"{name} is {shown(value)}; it must be a whole number of at most {LARGEST_WHOLE:,}")
-    return value
-
-
-def word(config: Config, *names: str) -> str:
-    """The first field that is there and not null, a text; "": there is none. Raises BadInput for anything else."""
-    name, value = _first(config, names)
-    if not isinstance(value, str | None):
-        raise BadInput(f"{name} is {shown(value)}; it must be a string")
-    return value or ""
-
-
-def nested(config: Config, *names: str) -> Config:
-    """The first field that is there and not null, an object; {}: there is none. Raises BadInput for anything else."""
-    name, value = _first(config, names)
-    if not isinstance(value, dict | None):
-        raise BadInput(f"{name} is {shown(value)}; it must be an object")
-    return value or {}
-
-
-def listed(config: Config, *names: str, of: type, least: int = 0) -> list[Any]:
-    """The first field that is there and not null, a list; []: there is none. Raises BadInput for anything else, and for
-    fewer than `least` entries."""
-    name, value = _first(config, names)
-    if value is None:
-        return []
-    bounded = range(LARGEST_WHOLE + 1)
-    if not isinstance(value, list) or not all(isinstance(x, of) and (of is not int or x in bounded) for x in value):
-        kinds = {int: "whole numbers", str: "words"}[of]
-        raise BadInput(f"{name} is {shown(value)}; it must be a list of {kinds}")
-    if len(value) < least:
-        raise BadInput(f"{name} has {len(value)} entries, but the model has {least} layers; give a config that agrees")
-    return value
-
-
-def _first(config: Config, names: Iterable[str]) -> tuple[str, Any]:
-    return next(((name, config[name]) for name in names if config.get(name) is not None), ("", None))
-
-
-def text_config(config: Config) -> Config:
-    """The part of a config that describes the language model, with the defaults that it leaves out. Raises BadInput."""
-    above: Config = {key: config[key] for key in ("quantization_config", "dtype", "torch_dtype") if key in config}
-    outer, kind = nested(config, "thinker_config") or config, word(config, "model_type")  # Qwen's Omni models
-    text = nested(outer, "text_config", "llm_config")
-    if text:
-        own = word(text, "model_type") or text_type(kind)
-        return with_defaults({**above, **text, "model_type": own}, kind, own)
-    if text_type(kind) and {*LAYERS}.isdisjoint(outer):  # a default text may have other sizes than its class
-        return config
-    return with_defaults({**above, **outer}, text_type(kind) or kind)
-
-
-def reads_latents(text: Config) -> bool:
-    """True if vLLM serves the model with latent attention (MLA)."""
-    return whole(text, "kv_lora_rank") > 0 and word(text, "model_type") not in EXPANDED_LATENTS
-
-
-def picks_tokens(text: Config) -> bool:
-    """True if layers of latent attention read picked tokens (DeepSeek V3.2, GLM-5)."""
-    return reads_latents(text) and text.get("index_topk") is not None
-
-
-def all_pick(layer_types: object) -> bool:
-    """True if `layer_types` of a config says of every layer that it reads picked tokens."""
-    return isinstance(layer_types, list) and bool(layer_types) and all(kind in PICKING_KINDS for kind in layer_types)
 
 
 def index_bytes(text: Config, number: int) -> int:
@@ -433,84 +325,6 @@ def _heads(text: Config, kind: str) -> tuple[int, int, int]:
     return kv_heads or heads, size, value_size
 
 
-def layer_letters(text: Config) -> str:
-    """Nemotron-H's letter of each layer; "" for other models. Raises BadInput for fewer letters than layers."""
-    letters, number = word(text, "hybrid_override_pattern"), text["num_hidden_layers"]
-    if not letters and word(text, "model_type") == "nemotron_h":
-        words = listed(text, "layers_block_type", "layer_types", of=str)
-        letters = "".join(NEMOTRON_H_WORDS.get(word, "?") for word in words)
-    if letters and len(letters) < number:
-        raise BadInput(f"hybrid_override_pattern has {len(letters)} letters, but the model has {number} layers")
-    return letters[:number]
-
-
-def layer_kinds(text: Config) -> list[tuple[str, ...]]:
-    """Kind of each layer in one run, one of `KINDS`' values. Raises BadInput for a word that is not known."""
-    kinds = _kinds(text)
-    return [kept * 2 for kept in kinds] if word(text, "model_type").startswith("longcat_flash") else kinds
-
-
-def _kinds(text: Config) -> list[tuple[str, ...]]:
-    number, kind, letters = text["num_hidden_layers"], word(text, "model_type"), layer_letters(text)
-    window = whole(text, "sliding_window") if text.get("use_sliding_window") is not False else 0
-    if pattern := listed(text, "hybrid_layer_pattern", of=int, least=number):  # MiMo-V2, whatever its layer_types say
-        return [("sliding",) if slides else ("full",) for slides in pattern[:number]]
-    if words := listed(text, "layer_types", "layers_block_type", of=str, least=number):
-        known = KINDS | dict.fromkeys(PICKING_KINDS, ("full",)) if picks_tokens(text) else KINDS
-        if unknown := sorted(set(words) - set(known)):
-            what = printable(", ".join(unknown))
-            raise BadInput(f"layers of the kind {what} are not known; known: {', '.join(known)}")
-        return [known[word] for word in words[:number]]
-    if letters:
-        return [NEMOTRON_H.get(letter, ()) for letter in letters]
-    if set(listed(text, "attn_type_list", of=int)) - {1}:
-        raise BadInput(
-            "attn_type_list has layers of linear attention, as in MiniMax-Text-01, which no vLLM serves that packed-kv "
-            "supports; give another model"
-        )
-    if kind in NEED_LAYER_TYPES:
-        raise BadInput(f"layers of {kind} differ, but the config has no layer_types; give one that has")
-    if kind in ATTENTION_FREE:
-        return [("state",)] * number
-    if kind == "falcon_h1":
-        return [("state", "full")] * number
-    if period := whole(text, "attn_layer_period"):  # Jamba
-        offset = whole(text, "attn_layer_offset")
-        return [("full",) if i % period == offset else ("state",) for i in range(number)]
-    if interval := whole(text, "full_attention_interval"):  # Qwen3-Next
-        return [("state",) if (i + 1) % interval else ("full",) for i in range(number)]
-    if "linear_attn_config" in text:  # Kimi-Linear, Kimi K3: numbers begin at 1
-        states = set(listed(nested(text, "linear_attn_config"), "kda_layers", of=int))
-        return [("state",) if i + 1 in states else ("full",) for i in range(number)]
-    if group := whole(text, "layer_group_size"):  # Ling V2.5, and V3, whose last layers are full beyond whole groups
-        states = number // group * group if has_delta_attention(text) else number
-        return [("state",) if (i + 1) % group and i < states else ("full",) for i in range(number)]
-    if "full_attn_idxs" in text:  # LFM2
-        full = set(listed(text, "full_attn_idxs", of=int))
-        return [("full",) if i in full else ("state",) for i in range(number)]
-    if whole(text, "attention_chunk_size"):  # Llama 4
-        given = text.get("no_rope_layers") != []  # which means the default
-        rope = (given and listed(text, "no_rope_layers", of=int, least=number)) or [(i + 1) % 4 for i in range(number)]
-        return [("chunked",) if rotates else ("full",) for rotates in rope[:number]]
-    if kind in SLIDING_AND_FULL and window:
-        return [("sliding",) if slides else ("full",) for slides in _sliding_layers(text, kind, number)]
-    if window and text.get("use_sliding_window"):  # Qwen2
-        start = whole(text, "max_window_layers")
-        return [("sliding",) if i >= start else ("full",) for i in range(number)]
-    return [("sliding",) if window else ("full",)] * number
-
-
-def _sliding_layers(text: Config, kind: str, number: int) -> list[bool]:
-    """Return for each layer of a model of a type in `SLIDING_AND_FULL` whether it slides."""
-    letters = text.get("sliding_window_pattern")
-    if isinstance(letters, str) and letters and {*letters} <= {"L", "G"}:  # EXAONE 4, whose last layer is full
-        return [letters[i % len(letters)] == "L" for i in range(number - 1)] + [False]
-    period = whole(text, "sliding_window_pattern", "global_attn_every_n_layers") or SLIDING_AND_FULL[kind]
-    full = 0 if kind in FULL_FIRST else period - 1
-    slides = [i % period != full for i in range(number)]
-    return [*slides[:-1], False] if kind in FULL_AT_LAST else slides
-
-
 def slot_bytes(dtype: str, layer: Layer, dtype_bytes: int = MODEL_BYTES) -> int:
     """Bytes of K and V of one token and KV head. `dtype_bytes`: of a number in `DENSE`, the model's own dtype."""
     if dtype in FORMATS and layer.rope_size:
@@ -537,97 +351,3 @@ def bytes_per_token(layers: Iterable[tuple[Layer, str]], dtype_bytes: int = MODE
         for layer, dtype in layers
         if layer.kind != "state" and not layer.is_shared
     )
-
-
-@dataclass(frozen=True)
-class State:
-    """`size`: bytes of a state on one rank. `kept`: states of a request, with the prefix cache on: the one that is
-    read, the one that is written and, in Mamba-2 layers, one inside a prefill."""
-
-    size: int
-    kept: int = 2
-
-
-def state_of(config: Config, ranks: int, recurrent_dtype: str | None = None) -> State | None:
-    """The state of a layer on one of `ranks` ranks, as vLLM's `MambaStateShapeCalculator` has it; None: not known.
-
-    It is a window of a short convolution's inputs and, but for short convolutions alone, a recurrent state.
-    Recurrent states have the dtype of the activations, unless the model has another one for them, or `recurrent_dtype`
-    is given (`--mamba-ssm-cache-dtype`).
-    """
-    hidden, kind = config["hidden_size"], word(config, "model_type")
-    recurrent = DTYPE_BYTES.get(recurrent_dtype or _recurrent_dtype(config), MODEL_BYTES)
-    if "linear_num_value_heads" in config:  # gated delta nets
-        keys, values = delta_net_channels(config)
-        conv = (2 * keys + values) * max(0, whole(config, "linear_conv_kernel_dim", default=4) - 1)
-        return State((conv * MODEL_BYTES + values * whole(config, "linear_key_head_dim") * recurrent) // ranks)
-    if has_delta_attention(config):
-        heads, head_dim, kernel = delta_attention(config)
-        conv = 3 * heads * head_dim * max(0, kernel - 1)
-        return State((conv * MODEL_BYTES + heads * head_dim**2 * recurrent) // ranks)
-    if whole(config, "layer_group_size"):  # linear attention of Ling V2.5
-        heads = config["num_attention_heads"]
-        return State(heads * (whole(config, "head_dim") or hidden // heads) ** 2 * MODEL_BYTES // ranks)
-    if "conv_L_cache" in config or kind.startswith("lfm2"):
-        kept = max(0, whole(config, "conv_L_cache", default=3) - 1)
-        return State((whole(config, "conv_dim") or hidden) * kept * MODEL_BYTES // ranks)
-    size = whole(config, "mamba_d_state", "ssm_state_size")
-    kernel = whole(config, "mamba_d_conv", "conv_kernel") or 4
-    heads = whole(config, "mamba_n_heads", "mamba_num_heads", "n_mamba_heads")
-    inner = mamba_channels(config)
-    if size and heads:  # Mamba-2
-        names = [name for name in ("mamba_d_head", "mamba_head_dim", "mamba_headdim") if config.get(name) != "auto"]
-        head_dim = whole(config, *names) or inner // heads
-        if kind == "nemotron_h":
-            inner = heads * head_dim
-        groups = whole(config, "mamba_n_groups", "n_groups", "mamba_ngroups") or 1
-        groups += ranks - groups if groups % ranks else 0
-        conv = (inner + 2 * groups * size) * (kernel - 1)
-        return State((conv * MODEL_BYTES + heads * head_dim * size * recurrent) // ranks, kept=3)
-    if size:  # Mamba-1
-        return State((inner * (kernel - 1) * MODEL_BYTES + inner * size * recurrent) // ranks)
-    return None
-
-
-def delta_net_channels(config: Config) -> tuple[int, int]:
-    """Channels of all heads of a gated delta net: of K, and of V. Raises BadInput."""
-    sizes = {f"linear_{name}": whole(config, f"linear_{name}") for name in DELTA_NET}
-    if missing := [name for name in sizes if not sizes[name]]:
-        raise BadInput(f"{' and '.join(missing)} must be above 0 in gated delta nets; give a config that has all sizes")
-    keys, values, key_size, value_size = sizes.values()
-    return keys * key_size, values * value_size
-
-
-def has_delta_attention(config: Config) -> bool:
-    """True if state layers are Kimi's delta attention (KDA): in Kimi-Linear, Kimi K3 and Ling V3."""
-    return "linear_attn_config" in config or bool(
-        whole(config, "layer_group_size") and whole(config, "short_conv_kernel_size")
-    )
-
-
-def delta_attention(config: Config) -> tuple[int, int, int]:
-    """Heads of Kimi's delta attention, channels of a head in Q, K and V, and tokens that its convolution reads."""
-    linear = nested(config, "linear_attn_config")
-    if linear:
-        heads, head_dim = whole(linear, "num_heads"), whole(linear, "head_dim")
-    else:
-        heads, head_dim = config["num_attention_heads"], whole(config, "head_dim")
-    return heads, head_dim, whole(linear or config, "short_conv_kernel_size", default=4)
-
-
-def mamba_channels(config: Config) -> int:
-    """Channels within a Mamba layer."""
-    expand = config.get("mamba_expand", 2)
-    if type(expand) not in (int, float) or not 0 < expand < LARGEST_WHOLE:
-        raise BadInput(f"mamba_expand is {shown(expand)}; it must be a number above 0")
-    return whole(config, "mamba_d_ssm") or int(expand * config["hidden_size"])
-
-
-def _recurrent_dtype(config: Config) -> str:
-    """Dtype in which vLLM keeps recurrent states if the model says so, else ""."""
-    kind = word(config, "model_type")
-    if has_delta_attention(config) or "AliceAIForCausalLM" in listed(config, "architectures", of=str):
-        return "float32"
-    if kind == "nemotron_h":
-        return word(config, "mamba_ssm_cache_dtype") or "float32"
-    return word(config, "mamba_ssm_dtype") if kind.startswith("qwen3_5") else ""

@@ -22,12 +22,13 @@ from .architectures import (
     SPARSE_LATENTS,
     TRIED,
 )
+from .config_defaults import Config
 from .config_facts import facts_of_config
 from .facts import Cache, Connector, Facts, Layer, Vllm
 from .formats import FORMATS, GROUP_SIZE, HEAD_DIM_MULTIPLE, fits_value_dim
 from .json_file import printable
 from .layout import MEAN_BLOCK, MICRO_BLOCK
-from .model_shape import MAX_PADDING, Config, Model
+from .model_shape import MAX_PADDING, Model
 
 AUTO_OPTION = "--kv-cache-dtype auto"
 AUTO = f"use {AUTO_OPTION} for this model"

@@ -11,11 +11,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from packed_kv import FORMATS, model_shape
+from packed_kv import FORMATS, config_fields
 from packed_kv.calibration_file import FILE_NAME, CalibrationError, load
 from packed_kv.commands.arguments import given_of, number
 from packed_kv.json_file import not_a_file
 from packed_kv.layout import RECENT_TOKENS
+from packed_kv.model_shape import parse
 from packed_kv.planning import config_file
 from packed_kv.rope import rope_parameters
 from packed_kv.settings.options import AUTO, KEY, OptionError, read_options
@@ -274,8 +275,8 @@ def check_calibration(named: Path | None, model: str, config: Any) -> None:
     file = load(path)
     file.check_rope(rope_parameters(config.get_text_config()))
     try:
-        parsed = model_shape.parse(fields, model)
-    except model_shape.BadInput:
+        parsed = parse(fields, model)
+    except config_fields.BadInput:
         return  # engines refuse the model
     file.check_model(**parsed.calibrated_shape())
 
@@ -378,7 +379,7 @@ def check_files(options: argparse.Namespace, has_text: bool) -> None:
     if options.model:
         try:
             config_file.load(options.model)
-        except model_shape.BadInput as error:
+        except config_fields.BadInput as error:
             raise BadInput(f"--model: {error}") from error
 
 

@@ -12,7 +12,8 @@ import pytest
 import vllm
 from coverage_models import MODELS, SIZES
 from packed_kv.commands.plan import main
-from packed_kv.model_shape import BadInput, parse
+from packed_kv.config_fields import BadInput
+from packed_kv.model_shape import parse
 from packed_kv.planning.weights import weights
 
 LOOPS = {**SIZES, "model_type": "llama"}

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 from packed_kv.commands import plan
+from packed_kv.config_fields import BadInput
 from packed_kv.formats import FORMATS
-from packed_kv.model_shape import DENSE, FP8, BadInput, index_bytes, parse
+from packed_kv.model_shape import DENSE, FP8, index_bytes, parse
 from packed_kv.planning.cache import Serving, bytes_per_token, capacity, check_window, recent_window
 from packed_kv.refusals import refusals_of_model
 

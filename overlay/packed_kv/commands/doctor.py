@@ -22,12 +22,13 @@ from typing import Any
 from ..cache_scheme import said_of_cache
 from ..calibration_file import FILE_NAME, CalibrationError, why_no_file
 from ..calibration_file import load as load_calibration
+from ..config_fields import BadInput, nested
 from ..formats import FORMATS
 from ..json_file import printable
 from ..kernels.cpu.compiler import BuildError, best_target, find_compiler
 from ..kernels.cuda import CAPABILITY, LATENT, LATENT_ROWS, latent_refusal, refusal
 from ..kernels.kernel_cache import cache_folder, why_not_kept
-from ..model_shape import BadInput, Model, expanded_size, nested, parse
+from ..model_shape import Model, expanded_size, parse
 from ..planning.config_file import load, model_name
 from ..planning.plan import layers
 from ..refusals import LEAST_CAPABILITY, refusals_of_model, untried

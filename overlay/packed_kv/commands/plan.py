@@ -9,9 +9,11 @@ import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
+from ..config_defaults import Config
+from ..config_fields import BadInput
 from ..formats import ROPE_BITS
 from ..json_file import printable
-from ..model_shape import BadInput, Config, Model, parse
+from ..model_shape import Model, parse
 from ..planning import cards
 from ..planning.cache import Serving, check_window
 from ..planning.config_file import load, model_name

@@ -16,8 +16,9 @@ from vllm.logger import init_logger
 from vllm.platforms import current_platform
 from vllm.v1.metrics.loggers import StatLoggerBase
 
+from ..config_fields import BadInput
 from ..formats import FORMATS
-from ..model_shape import DENSE, BadInput, bytes_per_token, parse
+from ..model_shape import DENSE, bytes_per_token, parse
 from ..settings.options import KEY
 
 if TYPE_CHECKING:

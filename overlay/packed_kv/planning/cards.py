@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..model_shape import BadInput
+from ..config_fields import BadInput
 
 MIB = 1 << 20
 

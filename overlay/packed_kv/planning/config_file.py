@@ -8,8 +8,9 @@ from pathlib import Path
 from urllib.error import HTTPError, URLError
 from urllib.request import Request, urlopen
 
+from ..config_defaults import Config
+from ..config_fields import BadInput
 from ..json_file import printable, read_json
-from ..model_shape import BadInput, Config
 
 LONGEST_NAME = 1024
 """Characters of a path or of an id of the Hugging Face Hub."""

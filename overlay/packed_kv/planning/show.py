@@ -8,8 +8,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+from ..config_fields import BadInput
 from ..json_file import not_a_file
-from ..model_shape import BadInput
 from ..refusals import Refused
 from .cache import DTYPES, capacity
 from .plan import Row, Target

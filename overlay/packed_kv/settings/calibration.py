@@ -21,8 +21,9 @@ from ..calibration_file import (
     why_no_file,
 )
 from ..channel_calibration import MIXES_NEIGHBOURS
+from ..config_fields import BadInput
 from ..formats import Format
-from ..model_shape import BadInput, parse
+from ..model_shape import parse
 from ..rope import VARYING, rope_parameters
 from .options import read_options
 

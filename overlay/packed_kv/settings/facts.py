@@ -8,9 +8,9 @@ from vllm.platforms import current_platform
 
 from ..architectures import LATENT_SINKS
 from ..cache_scheme import asked_cache
+from ..config_fields import all_pick
 from ..facts import Architecture, Cache, Drafts, Engine, Facts, Given, Latents, Layer, Pages, Parallel, Vllm
 from ..formats import FORMATS
-from ..model_shape import all_pick
 from ..refusals import refuse
 from ..vllm_compat import builds_draft, groups_stay, sizes_latents_beside_states
 from .connectors import connectors
