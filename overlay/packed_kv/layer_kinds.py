@@ -1,5 +1,6 @@
-"""What each layer of a model keeps: keys and values of all tokens, of a window or of a chunk, or a state. Families of
-models say it in their own ways, or leave it out. Imports no torch and no vLLM.
+"""Kinds of a model's layers: what each keeps, keys and values of all tokens, of a window or of a chunk, or a state.
+
+Families of models say it in their own ways, or leave it out. Imports no torch and no vLLM.
 """
 
 from __future__ import annotations

@@ -104,6 +104,28 @@ def test_draft_layers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         assert any(accepted for _, accepted in counts)
 
 
+@pytest.mark.parametrize("layers", [2, 3])
+def test_draft_models(layers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drafts of a model of the target's shape, of two layers and of as many as the target: vLLM keeps both models'
+    layers in one group, and the rings in another."""
+    exact_products.install(monkeypatch)
+    config = tiny_models.llama()
+    model = tiny_models.save(config, tmp_path / "model")
+    draft = tiny_models.save(tiny_models.llama(num_hidden_layers=layers), tmp_path / "draft")
+    prompts = [random_tokens(90), [7] * 60]
+    with engine(model, DTYPE, recent_tokens=WINDOW, **ENGINE) as llm:
+        plain = generate(llm, prompts, 30)
+    speculation = {"method": "draft_model", "model": draft, "num_speculative_tokens": 3}
+    with engine(model, DTYPE, recent_tokens=WINDOW, speculative_config=speculation, **ENGINE) as llm:
+        counts = count_drafts(llm, monkeypatch)
+        assert generate(llm, prompts, 30) == plain
+        assert counts
+        groups = [group.layer_names for group in scheduler(llm).kv_cache_config.kv_cache_groups]
+        assert [len(names) for names in groups] == [config.num_hidden_layers + layers] * 2
+        rings = [name for name in groups[1] if name.endswith(SUFFIX)]
+        assert len(rings) == config.num_hidden_layers
+
+
 def count_drafts(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     """A list that, of each request and step, the numbers of drafts and of accepted ones are added to."""
     counts: list[tuple[int, int]] = []

@@ -7,7 +7,7 @@ as without it, so nothing ages, and the prefix cache, offloading and preemption 
 from __future__ import annotations
 
 from functools import cache, cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm.config import get_layers_from_vllm_config
@@ -115,8 +115,26 @@ def add_window_layer(impl: object, window: int, slack: int, config: VllmConfig) 
     layers = config.compilation_config.static_forward_context
     name = next(name for name, layer in layers.items() if getattr(layer, "impl", None) is impl) + SUFFIX
     if name not in layers:
+        if not any(isinstance(layer, WindowLayer) for layer in layers.values()):
+            for number in range(_count_draft_layers(impl, config)):
+                layers[f"{name}-{number}"] = WindowLayer(name, window, slack, config)
         layers[name] = WindowLayer(name, window, slack, config)
     return layers[name]
+
+
+def _count_draft_layers(impl: Any, config: VllmConfig) -> int:
+    """Return how many layers a draft model has whose pages are as those of the layer whose `impl` it is.
+
+    The rings get as many window layers more, which nothing reads. All groups have as many layers then. Beside fewer
+    rings vLLM would split the packed layers into two groups, and the draft's, which it wants in one, with them. They
+    take no memory: a block holds the pages of the largest group.
+    """
+    draft = config.speculative_config
+    if draft is None or not draft.uses_draft_model() or draft.kv_cache_dtype not in (None, impl.kv_cache_dtype):
+        return 0
+    model, parallel = draft.draft_model_config, draft.draft_parallel_config
+    is_alike = (model.get_num_kv_heads(parallel), model.get_head_size()) == (impl.num_kv_heads, impl.head_size)
+    return model.get_num_layers(parallel) if is_alike else 0
 
 
 def _specs(config: VllmConfig) -> dict[str, KVCacheSpec]:
