@@ -294,7 +294,6 @@ SPECS: Mapping[str, Sequence[Spec]] = {
              {"output tokens/s": text("output_tokens_s", ",.0f"), "TTFT, ms": text("p50_ttft_ms", ",.0f"),
               "TPOT, ms": text("p50_tpot_ms", ".1f")}, where={"concurrency": ("96",)}, prepare=last_options),
         Spec("prefixes", "prefixes.csv", OPTIONS, HITS, prepare=last_options),
-        Spec("trace", "trace.csv", {"dtype": "dtype"}, HITS),
         Spec("agents", "agentic.csv", {"offload_gib": "GiB of host memory", "agents": "agents", "dtype": "dtype",
              "engine": "by"}, shows(AGENTS)),
         Spec("reasoning", "reasoning.csv", {"engine": "by", "dtype": "dtype"},
@@ -372,8 +371,7 @@ AGAIN = {
 }  # fmt: skip
 """Table that has older rows -> the parts of release.py that make them again."""
 APART = {
-    "cpu": "a CPU",
-    "prefixes": "minutes of a server per dtype", "trace": "minutes of a server per dtype",
+    "cpu": "a CPU", "prefixes": "minutes of a server per dtype",
     "agents": "minutes of an engine per dtype", "reasoning": "minutes of an engine per dtype",
     "contexts": "needs host memory and a disk", "peers": "several GPUs",
 }  # fmt: skip

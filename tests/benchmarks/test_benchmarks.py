@@ -296,21 +296,45 @@ def test_the_load_is_what_the_options_say(monkeypatch: pytest.MonkeyPatch) -> No
 
     monkeypatch.setattr(vllm_serve, "main", fake)
 
-    def load(*arguments: str) -> serve.Load:
-        return serve.poisson(4, serve.parse_arguments(["--input", "100", "--output", "7", *arguments]))
+    def load(*more: str) -> dict[str, int]:
+        return serve.load(1234, "folder", 4, serve.parse_arguments(["--input", "100", "--output", "7", *more]))
 
-    assert serve.send(1234, "folder", load("--request-rate", "2.5")) == {"completed": 12}
+    assert load("--request-rate", "2.5") == {"completed": 12}
     with pytest.raises(RuntimeError, match="11 of 12 requests completed"):
-        serve.send(1234, "folder", load())
+        load()
     arguments = seen[0]
     assert (arguments.num_prompts, arguments.max_concurrency, arguments.request_rate) == (12, 4, 2.5)
     assert (arguments.random_input_len, arguments.random_output_len, arguments.burstiness) == (100, 7, 1.0)
     with pytest.raises(RuntimeError, match="11 of 12"):
-        serve.send(1234, "folder", load("--concurrency", "4", "--prefixes", "4", "--prefix", "50"))
+        load("--concurrency", "4", "--prefixes", "4", "--prefix", "50")
     shared = seen[-1]
     assert (shared.dataset_name, shared.prefix_repetition_num_prefixes) == ("prefix_repetition", 4)
     lengths = shared.prefix_repetition_prefix_len, shared.prefix_repetition_suffix_len
     assert (*lengths, shared.prefix_repetition_output_len) == (50, 100, 7)
+
+
+def test_hits_are_those_of_the_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the server's counters, of which earlier requests are no part."""
+    import serve
+    from rows import read
+    from vllm.benchmarks import serve as vllm_serve
+
+    counters = {"vllm:prefix_cache_hits_total": 10.0, "vllm:prefix_cache_queries_total": 1000.0}
+    server = SimpleNamespace(port=1234, wait_until_healthy=lambda seconds: None, counters=lambda: dict(counters))
+
+    def fake(arguments: argparse.Namespace) -> dict[str, float]:
+        for name, tokens in zip(counters, (700, 800), strict=True):
+            counters[name] += tokens
+        figures = dict.fromkeys((*serve.METRICS, "output_throughput", "total_token_throughput"), 1.0)
+        return {"completed": arguments.num_prompts, **figures}
+
+    monkeypatch.setattr(vllm_serve, "main", fake)
+    csv = tmp_path / "prefixes.csv"
+    options = serve.parse_arguments(["--prefixes", "8", "--concurrency", "4", "--rounds", "4", "--csv", str(csv)])
+    serve.measure("tq4", ["--stream-interval", "8"], server, options, "abc1234")
+    (row,) = read(csv)
+    assert (row["dtype"], row["concurrency"], row["requests"], row["hit_rate"]) == ("tq4", "4", "16", "0.875")
+    assert row["server_options"].endswith("} --stream-interval 8") and row["p99_tpot_ms"] == "1.00"
 
 
 @pytest.mark.parametrize("wrong", [["--concurrency", "4", "8"], ["--concurrency", "4", "--rounds", "3"]])
