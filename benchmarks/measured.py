@@ -77,13 +77,8 @@ class Spec:
         return f"{self.table(rows).markdown()}\n\nMeasured on {made_on(rows)}. Rows: {links}; {runs}."
 
 
-def is_arithmetic(row: Row) -> bool:
-    """Return True if no card made a row."""
-    return row.get("engine", "").startswith("arithmetic")
-
-
 def made_on(rows: Iterable[Row]) -> str:
-    """Card (or processor) and versions of rows, but for those of arithmetic."""
+    """Card (or processor) and versions of rows."""
     found = []
     for row in rows:
         gpu = row.get("gpu", "").replace("none", "")
@@ -91,8 +86,7 @@ def made_on(rows: Iterable[Row]) -> str:
         card = f"{number} {gpu}" if gpu and " x " not in gpu else gpu or row.get("cpu") or "a CPU"
         versions = [f"{name} {row[key].split('+')[0]}" for key, name in (("vllm", "vLLM"), ("torch", "PyTorch"))
                     if row.get(key)]  # fmt: skip
-        if not is_arithmetic(row):
-            found.append(", ".join([card, *versions]))
+        found.append(", ".join([card, *versions]))
     return "; ".join(dict.fromkeys(found))
 
 
@@ -191,9 +185,6 @@ WAVE = {"requests that fit": ratio("fit"), "output tokens/s while all decode": r
         "TTFT p99, s": text("p99_ttft_ms", ".1f", 1e-3)}  # fmt: skip
 OPTIONS = {"dtype": "dtype", "options": "options"}
 MIXED = {"requests": "requests", "context": "context", "dtype": "ms, tokens of the prompt:"}
-AGENTS = {"hit rate": "hit_rate", "TTFT p50, s": "ttft_p50_s", "TTFT p90, s": "ttft_p90_s", "turns/s": "turns_s",
-          "output tokens/s": "output_tokens_s", "tokens computed again": "recomputed_tokens"}  # fmt: skip
-REASONING = {"requests at once": "mean_requests", "ended": "ended", "preemptions": "preemptions"}
 STARTED = {"s to the first token": "first_token_s", "profiling run": "profile_s", "warm-up": "warm_up_s",
            "kernels compiled": "kernels_compiled", "their s, summed": "compile_s"}  # fmt: skip
 PEERS = {
@@ -294,10 +285,6 @@ SPECS: Mapping[str, Sequence[Spec]] = {
              {"output tokens/s": text("output_tokens_s", ",.0f"), "TTFT, ms": text("p50_ttft_ms", ",.0f"),
               "TPOT, ms": text("p50_tpot_ms", ".1f")}, where={"concurrency": ("96",)}, prepare=last_options),
         Spec("prefixes", "prefixes.csv", OPTIONS, HITS, prepare=last_options),
-        Spec("agents", "agentic.csv", {"offload_gib": "GiB of host memory", "agents": "agents", "dtype": "dtype",
-             "engine": "by"}, shows(AGENTS)),
-        Spec("reasoning", "reasoning.csv", {"engine": "by", "dtype": "dtype"},
-             {"output tokens/s": ratio("output_tokens_s"), **shows(REASONING)}),
         Spec("contexts", "offload_contexts.csv", {"dtype": "ms", "block": "tokens of a block"}, text("p50_ms",
              ".0f"), ("source",)),
         Spec("peers", "peers.csv", {"dtype": "dtype", "prefill_ranks": "ranks", "decode_ranks": "to"}, PEERS),
@@ -372,19 +359,18 @@ AGAIN = {
 """Table that has older rows -> the parts of release.py that make them again."""
 APART = {
     "cpu": "a CPU", "prefixes": "minutes of a server per dtype",
-    "agents": "minutes of an engine per dtype", "reasoning": "minutes of an engine per dtype",
     "contexts": "needs host memory and a disk", "peers": "several GPUs",
 }  # fmt: skip
 """Table of docs/speed.md or docs/server.md -> why its rows are not the release's."""
-SEVERAL = ("steps-older", "agents", "reasoning", "contexts")
+SEVERAL = ("steps-older", "contexts")
 """Tables of these pages that may have rows of several commits or cards until their parts are measured again, or because
 each row is an engine of its own setting. All others have one commit, card and environment."""
 OLDER = "older"
 
 
 def made_with(rows: Iterable[Row]) -> set[tuple[str, ...]]:
-    """Cards, versions and commits of rows, but for those of arithmetic."""
-    return {tuple(row.get(key, "") for key in MACHINE) for row in rows if not is_arithmetic(row)}
+    """Cards, versions and commits of rows."""
+    return {tuple(row.get(key, "") for key in MACHINE) for row in rows}
 
 
 def older(specs: Sequence[Spec], up: str) -> str:
@@ -399,7 +385,7 @@ def older(specs: Sequence[Spec], up: str) -> str:
             lines.setdefault((links, why), []).extend(rows)
     table = Table(["rows", "measured on", "commits", "why not of the release"], 4)
     for (links, why), rows in lines.items():
-        commits = dict.fromkeys(row["commit"] for row in rows if not is_arithmetic(row))
+        commits = dict.fromkeys(row["commit"] for row in rows)
         table.lines.append([links, made_on(rows), ", ".join(commits), why])
     return table.markdown()
 

@@ -1,12 +1,11 @@
-"""Plots of the benchmarks' rows: step time by context length, throughput by concurrency, what agents see by their
-number, a line for every dtype; and quality.png, the README's, of the rows in results/.
+"""Plots of the benchmarks' rows: step time by context length and throughput by concurrency, a line for every dtype; and
+quality.png, the README's, of the rows in results/.
 
     python benchmarks/plot.py FOLDER [--requests N] [--out FOLDER]
     python benchmarks/plot.py --quality [--out FOLDER]
 
-Reads decode.csv, serve.csv and agentic.csv of FOLDER, as far as they are there, and writes step_time.png (the steps of
-N requests; bars from p20 to p80), throughput.png and agentic.png (what was measured, and thin what arithmetic says,
-without host memory behind the cache). Of rows of the same case the last one counts.
+Reads decode.csv and serve.csv of FOLDER, as far as they are there, and writes step_time.png (the steps of N requests;
+bars from p20 to p80) and throughput.png. Of rows of the same case the last one counts.
 """
 
 from __future__ import annotations
@@ -93,44 +92,6 @@ def plot_throughput(source: Path, target: Path) -> None:
     save(figure, axes, {int(row["concurrency"]) for row in chosen}, target)
 
 
-AGENTIC = (
-    ("hit_rate", "prefix hit rate", "linear"),
-    ("ttft_p50_s", "TTFT p50, s", "log"),
-    ("turns_s", "turns a second", "linear"),
-)
-"""(column, its title, scale of its axis)"""
-
-
-def plot_agentic(source: Path, target: Path) -> None:
-    """Hit rate, time to the first token and turns a second by the number of agents."""
-    chosen = [row for row in last_rows(source, ("engine", "dtype", "agents", "offload_gib")).values()]
-    chosen = sorted((row for row in chosen if float(row["offload_gib"]) == 0), key=lambda row: int(row["agents"]))
-    measured = [row for row in chosen if row["engine"] == "vllm"]
-    if not measured:
-        raise ValueError(f"{source} has nothing that was measured without host memory: run benchmarks/agentic.py")
-    row, commits = measured[0], " ".join(dict.fromkeys(row["commit"] for row in measured))
-    figure, panels = plt.subplots(1, 3, figsize=(12, 4), layout="constrained")
-    gigabytes = float(row["kv_bytes"]) / 1e9
-    figure.suptitle(
-        f"Agents with contexts of {row['first']} to {row['last']} tokens, {gigabytes:.0f} GB of KV cache\n"
-        f"{row['gpu']}, vLLM {row['vllm']}, PyTorch {row['torch']}, {commits}; thin: arithmetic", fontsize=10,
-    )  # fmt: skip
-    for axes, (column, title, scale) in zip(panels, AGENTIC, strict=True):
-        for i, dtype in enumerate(dtypes_of(measured)):
-            for engine, style in (("vllm", {"marker": "o", "label": dtype}), ("arithmetic", {"lw": 0.8, "ls": "--"})):
-                line = [row for row in chosen if row["dtype"] == dtype and row["engine"] == engine]
-                numbers = [int(row["agents"]) for row in line]
-                axes.plot(numbers, [float(row[column]) for row in line], color=f"C{i}", markersize=4, **style)
-        axes.set(xlabel="agents", title=title, yscale=scale, xticks=sorted({int(row["agents"]) for row in measured}))
-        axes.grid(alpha=0.3)
-        if scale == "linear":
-            axes.set_ylim(bottom=0)
-    panels[0].legend(fontsize=8)
-    figure.savefig(target, dpi=130)
-    plt.close(figure)
-    print(target)
-
-
 def plot_quality(target: Path) -> None:
     """KL divergence against bytes of SmolLM2 by the length of prompts, with the recent window."""
     from packed_kv_quality.plots import Point, pareto_by_length
@@ -156,27 +117,23 @@ def plot_quality(target: Path) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, nargs="?", default=tables.RESULTS,
-                        help="where decode.csv, serve.csv and agentic.csv are (default: %(default)s)")  # fmt: skip
+                        help="where decode.csv and serve.csv are (default: %(default)s)")  # fmt: skip
     parser.add_argument("--quality", action="store_true", help="draw quality.png alone")
     parser.add_argument("--requests", type=int, default=32, help="of the step times (default: %(default)s)")
     parser.add_argument("--out", type=Path, help="folder of the plots (default: the same)")
     options = parser.parse_args()
-    decode, serve, agentic = (options.folder / f"{name}.csv" for name in ("decode", "serve", "agentic"))
+    decode, serve = options.folder / "decode.csv", options.folder / "serve.csv"
     out = options.out or options.folder
     if options.quality:
         plot_quality(out / "quality.png")
         return 0
-    if not any(file.exists() for file in (decode, serve, agentic)):
-        parser.error(
-            f"{options.folder} has no decode.csv, serve.csv or agentic.csv: run benchmarks/decode.py --out there"
-        )
+    if not decode.exists() and not serve.exists():
+        parser.error(f"{options.folder} has no decode.csv or serve.csv: run benchmarks/decode.py --out there")
     out.mkdir(parents=True, exist_ok=True)
     if decode.exists():
         plot_step_time(decode, out / "step_time.png", options.requests)
     if serve.exists():
         plot_throughput(serve, out / "throughput.png")
-    if agentic.exists():
-        plot_agentic(agentic, out / "agentic.png")
     return 0
 
 

@@ -2,8 +2,7 @@
 
 The next dtype's process imports vLLM while this one's engine starts; it touches the device when this one is done. With
 --begin the first one imports vLLM as well, and touches the device when that file is there. With `together`, all
-processes start at once: then their engines must fit the device side by side. `take_turns` also starts all at once; each
-measures when all have started, a part of its load at a time.
+processes start at once: then their engines must fit the device side by side.
 """
 
 from __future__ import annotations
@@ -29,7 +28,6 @@ ENVIRONMENT = {
     "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # functions of bench_engine.py run in the workers
     "VLLM_USE_FLASHINFER_SAMPLER": "0",  # tokens are greedy
 }
-TURN = "TURN\n"
 HIDDEN = ("ranks", "recent_tokens", "attention", *rows.MACHINE)
 """Columns that are not printed."""
 
@@ -44,32 +42,9 @@ def add_arguments(parser: argparse.ArgumentParser, *, timeout: int) -> None:
     add("--worker", help=argparse.SUPPRESS)
 
 
-def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options that `live_engine.start` and the arithmetic engine read."""
-    add = parser.add_argument
-    add("--model", help="folder of another model, for its shape (default: 8B-shaped)")
-    add("--offload", type=float, help="GiB of host memory behind the cache (default: none)")
-    add("--compile", action="store_true", help="torch.compile, and piecewise CUDA graphs for steps that carry prompts")
-    add("--start-when", type=Path, help="import everything, and start the engines when this file is there")
-    add("--after", type=Path, help="start the engines, and measure when this file is there")
-    results = Path(__file__).parent / "results"
-    add("--steps", type=Path, default=results, help="of arithmetic: folder of decode.csv and prefill.csv")
-    add("--block-size", type=int, help="tokens (default: vLLM's; of arithmetic 16)")
-
-
-def engine_name(options: argparse.Namespace) -> str:
-    """The column `engine` of what vLLM's engine did."""
-    return "vllm, compiled" if options.compile else "vllm"
-
-
 def wait_for_device() -> bool:
     """In a worker, which has imported what takes long: whether it is its turn."""
     return bool(sys.stdin.readline())
-
-
-def end_turn() -> None:
-    """In a worker of `take_turns`: the engine has started, or a part of its load is measured."""
-    print(TURN, end="", flush=True)
 
 
 def emit(file: str, row: dict[str, object]) -> None:
@@ -112,38 +87,6 @@ def run(
     return 1 if failed else 0
 
 
-def take_turns(
-    script: str, options: argparse.Namespace, measure: Callable[[str, argparse.Namespace], None], turns: int
-) -> int:
-    """Start an engine for each of `options.dtypes`; when all have, measure part 1 of each one's load, then part 2, ...
-
-    `measure` starts its engine and calls `end_turn`, then `wait_for_device` and `end_turn` around each of the `turns`
-    parts. One that fails is left out of later turns. An exit code.
-    """
-    if options.worker:
-        measure(options.worker, options)
-        return 0
-    commit = options.commit or rows.commit_here()
-    options.out.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory() as folder:
-        logs = [Path(folder, f"{i}.log") for i in range(len(options.dtypes))]
-        workers = [_start(script, dtype, log) for dtype, log in zip(options.dtypes, logs, strict=True)]
-        running = list(zip(options.dtypes, workers, logs, strict=True))
-        try:
-            for turn in range(turns + 1):
-                while turn == 1 and running and options.after and not options.after.exists():
-                    time.sleep(0.2)
-                parts = [(one, _collect(*one, options, commit, go=turn > 0, is_last=turn == turns)) for one in running]
-                running = [one for one, ended_well in parts if ended_well]
-        finally:
-            for worker in workers:
-                worker.kill()
-    failed = [dtype for dtype in options.dtypes if dtype not in {one[0] for one in running}]
-    if failed:
-        print(f"failed: {' '.join(failed)}")
-    return 1 if failed else 0
-
-
 def _start(script: str, dtype: str, log: Path) -> subprocess.Popen[str]:
     with log.open("w") as errors:
         return subprocess.Popen(
@@ -152,26 +95,17 @@ def _start(script: str, dtype: str, log: Path) -> subprocess.Popen[str]:
         )  # fmt: skip
 
 
-def _collect(
-    dtype: str, worker: subprocess.Popen[str], log: Path, options: argparse.Namespace, commit: str, *, go: bool = True,
-    is_last: bool = True,
-) -> bool:  # fmt: skip
-    """Let a worker measure; write and print its rows. Whether it ended well, or ended its turn if it has more."""
+def _collect(dtype: str, worker: subprocess.Popen[str], log: Path, options: argparse.Namespace, commit: str) -> bool:
+    """Let a worker measure; write and print its rows. Whether it ended well."""
     assert worker.stdin is not None and worker.stdout is not None
     limit = threading.Timer(options.timeout, worker.kill)
     limit.daemon = True  # else an error here would wait for it
     limit.start()
     with suppress(BrokenPipeError):  # it has failed; its log says why
-        if go:
-            worker.stdin.write("go\n")
-            worker.stdin.flush()
-        if is_last:
-            worker.stdin.close()
+        worker.stdin.write("go\n")
+        worker.stdin.close()
     last = ""
     for line in worker.stdout:
-        if line == TURN and not is_last:
-            limit.cancel()
-            return True
         last = line.strip() or last
         if line.startswith("ROW "):
             file, row = json.loads(line[4:])
@@ -181,8 +115,8 @@ def _collect(
         elif line.startswith(f"{dtype}: "):
             print(line, end="", flush=True)
     code = worker.wait()
-    if code or not is_last:
+    if code:
         reason = f"took more than {options.timeout} s" if not limit.is_alive() else f"exit code {code}"
         print(f"{dtype} failed ({reason}): {last}\n{log.read_text()[-3000:]}", flush=True)
     limit.cancel()
-    return code == 0 and is_last
+    return code == 0

@@ -125,22 +125,14 @@ def test_tables_show_ratios_of_the_last_rows(tmp_path: Path) -> None:
     ]
 
 
-def test_tables_of_capacity_show_the_last_row_of_a_case(tmp_path: Path) -> None:
+def test_a_table_of_figures_shows_the_last_row_of_a_case(tmp_path: Path) -> None:
     from rows import append
 
-    seen = dict.fromkeys(("ttft_p50_s", "ttft_p90_s", "turns_s", "output_tokens_s", "recomputed_tokens"), 7)
-    for engine, offload, rate in (("vllm", 0, 0.5), ("vllm", 0, 0.6), ("arithmetic", 0, 0.7), ("vllm", 24, 0.8)):
-        row = {"engine": engine, "dtype": DTYPE, "agents": 16, "offload_gib": offload, "hit_rate": rate}
-        append(tmp_path / "agentic.csv", {**row, **seen})
-    output = run("measured.py", "--of", str(tmp_path))
-    cells = ((0, "vllm", 0.6), (0, "arithmetic", 0.7), (24, "vllm", 0.8))
-    assert [line for line in output.splitlines() if DTYPE in line] == [
-        f"| {offload} | 16 | {DTYPE} | {engine} | {rate} | 7 | 7 | 7 | 7 | 7 |" for offload, engine, rate in cells
-    ]
-    made = dict.fromkeys(("mean_requests", "ended", "preemptions"), 1)
-    for dtype, rate in (("auto", 100), (DTYPE, 250)):
-        append(tmp_path / "reasoning.csv", {"engine": "vllm", "dtype": dtype, "output_tokens_s": rate, **made})
-    assert f"| vllm | {DTYPE} | 250 (2.50) | 1 |" in run("measured.py", "--of", str(tmp_path))
+    for dtype, rate in (("auto", 100), (DTYPE, 120), (DTYPE, 150)):
+        row = {"dtype": dtype, "concurrency": 8, "output_tokens_s": rate, "p50_ttft_ms": 20, "p50_tpot_ms": 7}
+        append(tmp_path / "serve.csv", row)
+    lines = run("measured.py", "--of", str(tmp_path)).splitlines()
+    assert lines[-2:] == ["| 8 | bf16 | 100 | 20 | 7.0 |", f"| 8 | {DTYPE} | 150 (1.50) | 20 (1.00) | 7.0 (1.00) |"]
 
 
 def test_pages_beside_states_are_filled_behind_their_zeroing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -273,11 +265,7 @@ def test_plots(tmp_path: Path) -> None:
             append(tmp_path / "decode.csv", {"dtype": dtype, "requests": 32, "context": 512 * i, **times, **made_with})
             serve = {"concurrency": i, "input": 8, "output": 8, "output_tokens_s": 10 * i}
             append(tmp_path / "serve.csv", {"dtype": dtype, **serve, **made_with})
-            for engine in ("vllm", "arithmetic"):
-                load = {"engine": engine, "dtype": dtype, "agents": 8 * i, "first": 8, "last": 16, "kv_bytes": 8e9}
-                seen = {"offload_gib": 0, "hit_rate": 0.1 * i, "ttft_p50_s": 0.1 * i, "turns_s": i}
-                append(tmp_path / "agentic.csv", {**load, **seen, **made_with})
-    names = ("step_time.png", "throughput.png", "agentic.png")
+    names = ("step_time.png", "throughput.png")
     assert run("plot.py", str(tmp_path)).split() == [str(tmp_path / name) for name in names]
     for name in names:
         assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
