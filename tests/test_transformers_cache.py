@@ -384,6 +384,14 @@ def test_values_of_fewer_channels_are_those_of_their_codec(name):
         assert torch.equal(read, codec.decode(codec.encode(x.transpose(1, 2))).transpose(1, 2))
 
 
+def updated(key: torch.Tensor, value: torch.Tensor | None = None) -> PackedCache:
+    """A cache of one sequence with 2 KV heads of 64 channels that is then given these."""
+    cache = PackedCache("tq4")
+    cache.update(*[torch.zeros(1, 2, 3, 64)] * 2, 0)
+    cache.update(key, key if value is None else value, 0)
+    return cache
+
+
 @pytest.mark.parametrize(
     ("error", "message", "make"),
     [
@@ -413,6 +421,10 @@ def test_values_of_fewer_channels_are_those_of_their_codec(name):
          lambda file: PackedCache("tq4", calibration=file, config=LlamaConfig(num_hidden_layers=1))),
         (NotImplementedError, "recurrent|convolution|LinearAttentionLayer",
          lambda file: PackedCache("tq4", config=MambaConfig(num_hidden_layers=1))),
+        (ValueError, "layer 0 holds keys of 1 sequences, 2 heads, 64 channels, and got some of 3, 2, 64; make a new",
+         lambda file: updated(torch.zeros(3, 2, 1, 64))),
+        (ValueError, "layer 0 holds values of 1 sequences, 2 heads, 64 channels, and got some of 1, 2, 32; make a",
+         lambda file: updated(torch.zeros(1, 2, 1, 64), torch.zeros(1, 2, 1, 32))),
         (NotImplementedError, "has convolution states",
          lambda file: PackedCache("tq4").update_conv_state(torch.zeros(1), 0)),
     ],

@@ -298,9 +298,11 @@ class PackedLayer(DynamicLayer):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Append tokens [sequences, KV heads, tokens, head_dim]; returns all, in the dtype of the first ones."""
+        """Append tokens [sequences, KV heads, tokens, head_dim]; returns all, in the dtype of the first ones. Raises
+        ValueError for other sequences, heads or channels than it holds."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
+        self._check(key_states, value_states)
         states, new = (key_states, value_states), key_states.shape[2]
         raw = [] if new == 1 else [self._whole(held, x) for held, x in zip(self.vectors, states, strict=True)]
         positions = self._positions(self.cumulative_length, new)
@@ -309,6 +311,16 @@ class PackedLayer(DynamicLayer):
         self.cumulative_length += new
         key, value = raw or [held.read(self._positions_held(), self.dtype) for held in self.vectors]
         return key, value
+
+    def _check(self, *states: torch.Tensor) -> None:
+        for what, held, x in zip(("keys", "values"), self.vectors, states, strict=True):
+            sequences, heads = held.packed.memory.shape[:2]
+            found, channels = (x.shape[0], x.shape[1], x.shape[3]), held.codec.head_dim
+            if found != (sequences, heads, channels):
+                raise ValueError(
+                    f"layer {self.number} holds {what} of {sequences} sequences, {heads} heads, {channels} channels, "
+                    f"and got some of {', '.join(map(str, found))}; make a new PackedCache"
+                )
 
     def get_seq_length(self) -> int:
         return self.cumulative_length

@@ -91,6 +91,16 @@ def test_an_engine_says_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         assert len(found) == (quantization is not None)
 
 
+@pytest.mark.parametrize("ops", ["none", "all"])
+def test_an_engine_on_a_cpu_says_that_rope_is_wrong_for_latents(ops: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines: list[str] = []
+    monkeypatch.setattr(registration, "logger", SimpleNamespace(info=lambda *_: None, warning=lines.append))
+    model, compilation = str(DEMO_MODEL.parent / "mla-demo"), {"custom_ops": [ops]}
+    options = EngineArgs(model, kv_cache_dtype="tq4", skip_tokenizer_init=True, compilation_config=compilation)
+    registration.PackedDTypeHandler.before_engine(_handler(), options.create_engine_config())
+    assert [line.startswith("rotary_embedding of vLLM's CPU platform") for line in lines] == [True] * (ops == "all")
+
+
 def _handler() -> registration.PackedDTypeHandler:
     handler = registration.PackedDTypeHandler()
     handler.name = "tq4"

@@ -95,6 +95,16 @@ def _at_debug(of_vllm: logging.Logger) -> Iterator[None]:
         of_vllm.removeFilter(demote)
 
 
+def _warn_of_rotary_embedding(config: VllmConfig) -> None:
+    """Log a warning if RoPE runs by an operator of vLLM's CPU platform that is wrong for queries of latent attention
+    (docs/upstream/README.md)."""
+    if config.compilation_config.is_custom_op_enabled("rotary_embedding"):
+        logger.warning(
+            "rotary_embedding of vLLM's CPU platform is wrong for latent attention, with any KV-cache dtype; start "
+            'with --compilation-config \'{"custom_ops": ["none"]}\''
+        )
+
+
 class PackedDTypeHandler:
     """Handler of a registered `--kv-cache-dtype`, which vLLM asks."""
 
@@ -229,6 +239,8 @@ class PackedDTypeHandler:
         refuse(facts, self.name)
         if asked := said_of_cache(getattr(vllm_config.model_config.hf_config, "quantization_config", None) or {}):
             logger.info("KV cache dtype %s: %s", self.name, asked)
+        if facts.latents.is_mla and current_platform.is_cpu():
+            _warn_of_rotary_embedding(vllm_config)
         check_files(read_options(vllm_config.additional_config))
         check_tiers(vllm_config)
         log_window(vllm_config)
