@@ -145,9 +145,23 @@ def test_drafts_leave_no_trace(method: str, cache: str, demo_model: str, plain: 
     assert rejects if method == "eagle3" else drafted.passes < 0.5 * plain.passes
 
 
-def check_backends(drafted: Run, cache: str) -> None:
-    ours = {name for name in drafted.backends if name.startswith("PACKED_KV_TQ4")}
-    assert len(ours) == 1
+def test_a_draft_model_beside_the_recent_window(demo_model: str) -> None:
+    """The model as its own draft: its layers are in one group with the target's."""
+    runs = []
+    speculation = {"method": "draft_model", "model": demo_model, "num_speculative_tokens": DRAFTS}
+    for options in ({}, {"speculative_config": speculation}):
+        with engine(demo_model, "tq4", recent_tokens=64, **options, **ENGINE) as llm:
+            runs.append(run(llm, llm.get_tokenizer().encode(TEXT)))
+    plain, drafted = runs
+    check_backends(drafted, "packed", window=frozenset({"PACKED_KV_RECENT"}))
+    assert plain.margin > MARGIN
+    assert drafted.tokens == plain.tokens
+    assert drafted.passes < 0.5 * plain.passes
+
+
+def check_backends(drafted: Run, cache: str, window: frozenset[str] = frozenset()) -> None:
+    ours = {name for name in drafted.backends if name.startswith("PACKED_KV_TQ4")} | window
+    assert len(ours) == 1 + len(window)
     assert bool(drafted.backends - ours) == (cache == "bf16")
     assert drafted.graphs == ("FULL_DECODE_ONLY" if ON_GPU else "NONE")
 
