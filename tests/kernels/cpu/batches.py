@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 from packed_kv import FORMATS
-from packed_kv.attention.context_shard import UNSHARDED, ContextShard
 from packed_kv.codecs import ring as ring_codec
 from packed_kv.codecs.ring import Ring
 from packed_kv.kernels.cpu.compiler import Target
@@ -35,7 +34,6 @@ class Batch:
         lengths: of each request its tokens, or (tokens, query tokens).
         head_dim, heads: of K; (query heads, KV heads).
         window: tokens that a query reads in the ring; 0: there is no ring.
-        shard: what is in the pages.
         codec: more arguments of `PagedCodec`.
     """
 
@@ -47,13 +45,11 @@ class Batch:
         heads: tuple[int, int] = (6, 2),
         block_size: int = 32,
         window: int = 0,
-        shard: ContextShard = UNSHARDED,
         key_offset: float = 0.0,
         **codec: Any,
     ) -> None:
         self.codec = page_codec(FORMATS[name], head_dim, **codec)
         self.query_heads, self.kv_heads = heads
-        self.shard = shard
         pairs = [(length, 1) if isinstance(length, int) else length for length in lengths]
         self.lengths, self.query_lens = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
         blocks = [-(-length // block_size) for length in self.lengths]
@@ -88,10 +84,9 @@ class Batch:
         key = gaussian(length, self.kv_heads, self.codec.key.head_dim, seed=10 + r) + key_offset
         value = gaussian(length, self.kv_heads, self.codec.value.head_dim, seed=20 + r)
         positions = torch.arange(length)
-        stored = self.shard.position(torch.arange(self.shard.count(length)))
-        here, size = torch.arange(len(stored)), self.cache.shape[2]
-        slots = self.table[r, here // size].long() * size + here % size
-        self.codec.write(self.cache, slots, key[stored], value[stored], stored)
+        size = self.cache.shape[2]
+        slots = self.table[r, positions // size].long() * size + positions % size
+        self.codec.write(self.cache, slots, key, value, positions)
         if self.ring is None:
             return
         first = int(self.ring.first[r])
@@ -103,25 +98,21 @@ class Batch:
 
     def decode(
         self, options: AttentionOptions, target: Target | None = None, dtype: torch.dtype = torch.float32
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Output in fp32 and lse by the kernel, of queries and outputs of a dtype."""
+    ) -> torch.Tensor:
+        """Output in fp32 by the kernel, of queries and outputs of a dtype."""
         kernel = CpuDecode(self.codec, self.query_heads, self.kv_heads, options, target=target)
         tokens = len(self.query)
         output = torch.full((tokens, self.query_heads, self.codec.value.head_dim), torch.nan, dtype=dtype)
-        lse = torch.full((tokens, self.query_heads), torch.nan)
         where = (self.cache, self.table, self.query_start, self.seq_lens)
-        kernel.bind(self.query.to(dtype), *where, output, self.ring, lse, self.shard)()
-        return output.float(), lse
+        kernel.bind(self.query.to(dtype), *where, output, self.ring)()
+        return output.float()
 
-    def reference(
-        self, options: AttentionOptions, dtype: torch.dtype = torch.float32
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def reference(self, options: AttentionOptions, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """The same by `attend`."""
         rows = zip(self.table, self.lengths, self.query.to(dtype).split(self.query_lens), self.recent, strict=True)
         results = [
-            attend(self.codec, self.cache, table, length, query, options, recent, self.shard)
+            attend(self.codec, self.cache, table, length, query, options, recent)[0]
             for table, length, query, recent in rows
             if len(query)
         ]
-        output, lse = (torch.cat(parts) for parts in zip(*results, strict=True))
-        return output, lse
+        return torch.cat(results)

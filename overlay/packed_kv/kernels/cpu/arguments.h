@@ -16,7 +16,6 @@ struct Arguments {
   int64_t query_type, query_stride, query_head_stride;
   void* output;
   int64_t output_type, output_stride, output_head_stride;
-  float* lse;  // [tokens, query heads], or null
   // The layer.
   int64_t kv_heads, group, head_dim, value_dim;
   double scale, soft_cap;   // soft_cap 0: none
@@ -41,8 +40,6 @@ struct Arguments {
   int64_t ring_table_stride;
   const int32_t* ring_first;
   int64_t ring_window;
-  // The tokens in the pages: runs of shard_run of every shard_ranks * shard_run, from shard_rank * shard_run on.
-  int64_t shard_ranks, shard_rank, shard_run;
   int64_t threads;
   void* workspace;
 };

@@ -40,16 +40,16 @@ static Scratch cut_scratch(const Arguments& a, Cutter& from, long columns) {
 // --- scores of a tile -----------------------------------------------------------------------------------------------
 static inline int place_in_tile(int token) { return token / 16 * 16 + place_of_token(token % 16); }
 
-// Adds to a column's scores its products with K's means. `position`: of tokens by index; `place`: where a score is.
-template <class Position, class Place>
-static void add_means(const Arguments& a, const Scratch& s, long head, int count, Position position, Place place) {
+// Adds to a column's scores its products with K's means, of `count` tokens from `first` on. `place`: where a score is.
+template <class Place>
+static void add_means(const Arguments& a, const Scratch& s, long head, long first, int count, Place place) {
   for (int column = 0; column < s.columns.count; column++) {
     float* scores = s.columns.scores + (long)column * TILE;
     const float* plain = s.queries.plain + (long)column * STORED_DIM;
     long block = -2;
     float bias = 0;
     for (int i = 0; i < count; i++) {
-      long at = position(i), of_token = mean_block_of(a, at);
+      long at = first + i, of_token = mean_block_of(a, at);
       if (of_token != block) bias = product_with_mean(a, head, plain, at), block = of_token;
       scores[place(i)] += bias;
     }
@@ -75,10 +75,7 @@ static void attend_tile(const Arguments& a, long head, const Scratch& s, long fi
                         int blocks, int known) {
   score_tile(s.columns, micro_blocks, blocks, known);
   int count = blocks * MICRO_BLOCK;
-  if (a.means) {
-    auto position = [&](int i) { return shard_position(a, first + i); };
-    add_means(a, s, head, count, position, place_in_tile);
-  }
+  if (a.means) add_means(a, s, head, first, count, place_in_tile);
   if (a.soft_cap != 0) cap_scores(s.columns, count, (float)a.soft_cap);
   for (int column = 0; column < s.columns.count; column++) {
     Range range = s.ranges[column / a.group];
@@ -123,7 +120,7 @@ static void attend_ring(const Arguments& a, const Request& request, long r, long
         score_slot<block.value>(slots[i], s.queries.rotated + (long)column * STORED_DIM, scores + i);
     });
     auto as_it_is = [](int i) { return i; };
-    if (a.means) add_means(a, s, head, count, [&](int i) { return first + i; }, as_it_is);
+    if (a.means) add_means(a, s, head, first, count, as_it_is);
     for (int column = 0; column < s.columns.count; column++)
       for (int i = count; i < padded; i++) s.columns.scores[(long)column * TILE + i] = 0;
     if (a.soft_cap != 0) cap_scores(s.columns, padded, (float)a.soft_cap);
@@ -198,7 +195,7 @@ static void add_parts(const DecodeRun& run, Columns& to, long r, long head) {
   }
 }
 
-// Turns the sums of a request and KV head into outputs and lse, four columns at once.
+// Turns the sums of a request and KV head into outputs, four columns at once.
 static void write_outputs(const DecodeRun& run, Columns& columns, long r, long head) {
   const Arguments& a = *run.a;
   const int32_t* channels = a.value_channels + head * a.value_channels_stride;
@@ -210,8 +207,7 @@ static void write_outputs(const DecodeRun& run, Columns& columns, long r, long h
     memset(sums, 0, sizeof sums);
     Four inverse = {};
     for (int c = 0; c < width; c++) {
-      long column = first + c, token = run.requests[r].query + column / a.group;
-      long query_head = head * a.group + column % a.group;
+      long column = first + c, query_head = head * a.group + column % a.group;
       Softmax softmax = columns.softmax[column];
       float maximum = larger(softmax.maximum, a.sinks ? a.sinks[query_head] : -INFINITY), total = 0;
       if (softmax.maximum != -INFINITY) {
@@ -221,7 +217,6 @@ static void write_outputs(const DecodeRun& run, Columns& columns, long r, long h
       }
       if (a.sinks && maximum != -INFINITY) total += expf(a.sinks[query_head] - maximum);
       inverse[c] = total > 0 ? inverse[c] / total : 0;
-      if (a.lse) a.lse[token * a.kv_heads * a.group + query_head] = maximum + logf(total);
       collect_sums<BLOCK>(columns, (int)column, (float*)sums + c);
       for (int i = 0; columns.ring_sums && i < STORED_DIM; i++) {
         int channel = i / GROUP_SIZE * GROUP_SIZE + ring_value_channel(i % GROUP_SIZE);

@@ -50,7 +50,6 @@ class Arguments(ctypes.Structure):
         ("query_start", _ADDRESS), ("seq_lens", _ADDRESS),
         ("query", _ADDRESS), ("query_type", _NUMBER), ("query_stride", _NUMBER), ("query_head_stride", _NUMBER),
         ("output", _ADDRESS), ("output_type", _NUMBER), ("output_stride", _NUMBER), ("output_head_stride", _NUMBER),
-        ("lse", _ADDRESS),
         ("kv_heads", _NUMBER), ("group", _NUMBER), ("head_dim", _NUMBER), ("value_dim", _NUMBER),
         ("scale", _FLOAT), ("soft_cap", _FLOAT), ("sliding_window", _NUMBER), ("sinks", _ADDRESS),
         ("rotation_constants", _ADDRESS), ("key_channels", _ADDRESS), ("value_channels", _ADDRESS),
@@ -62,7 +61,6 @@ class Arguments(ctypes.Structure):
         ("ring", _ADDRESS), ("ring_block_stride", _NUMBER), ("ring_head_stride", _NUMBER),
         ("ring_token_stride", _NUMBER), ("ring_block_size", _NUMBER), ("ring_table", _ADDRESS),
         ("ring_table_stride", _NUMBER), ("ring_first", _ADDRESS), ("ring_window", _NUMBER),
-        ("shard_ranks", _NUMBER), ("shard_rank", _NUMBER), ("shard_run", _NUMBER),
         ("threads", _NUMBER), ("workspace", _ADDRESS),
     ]  # fmt: skip
 
@@ -74,7 +72,7 @@ class CpuDecode:
 
     Args:
         codec: of the layer, on the CPU.
-        query_heads, kv_heads: of this rank; of all ranks that split the tokens, where there are several.
+        query_heads, kv_heads: of this rank.
         options: see `DecodeOptions`; `sinks` are read at each `bind`.
         target: what to compile for; None: the best of this processor.
 
@@ -107,8 +105,6 @@ class CpuDecode:
         seq_lens: torch.Tensor,
         output: torch.Tensor,
         ring: Ring | None = None,
-        lse: torch.Tensor | None = None,
-        shard: tuple[int, int, int] = (1, 0, 1),
     ) -> Callable[[], None]:
         """Return a function that attends with requests' newest tokens over all of their cached tokens, the newest
         included. It reads the contents of these tensors at each call, and holds only until the next `bind`.
@@ -118,13 +114,10 @@ class CpuDecode:
             cache: uint8 [blocks, KV heads, block_size, slot_bytes].
             block_table: int32 [requests, blocks].
             query_start: int32 [requests + 1], first row of each request in `query`.
-            seq_lens: int32 [requests], tokens of each, on whatever rank.
+            seq_lens: int32 [requests], tokens of each.
             output: fp32, bf16 or fp16 [tokens or more, query heads, value_dim]; the rows of these requests are filled,
                 with 0 where a query sees nothing.
             ring: of these requests, the new tokens included; None: there is none.
-            lse: fp32 [tokens or more, query heads], contiguous, filled with the natural log-sum-exp of the scores,
-                sinks included; None: it is not wanted.
-            shard: (ranks, rank, run) of `attention.context_shard.ContextShard`.
         """
         key_dim, value_dim = self.codec.key.head_dim, self.codec.value.head_dim
         assert query.shape[1:] == (self.query_heads, key_dim) and query.stride(2) == 1, (query.shape, query.stride())
@@ -132,7 +125,6 @@ class CpuDecode:
         assert cache.shape[1] == self.kv_heads and cache.shape[3] == self.codec.slot_bytes, cache.shape
         check_pages(cache, 1)
         check_int32(block_table)
-        assert lse is None or (lse.dtype == torch.float32 and lse.is_contiguous()), lse
         batch = Arguments.from_buffer_copy(self._fixed)
         batch.requests = seq_lens.shape[0]
         batch.cache, batch.block_size = cache.data_ptr(), cache.shape[2]
@@ -144,14 +136,12 @@ class CpuDecode:
         batch.query_stride, batch.query_head_stride, _ = query.stride()
         batch.output, batch.output_type = output.data_ptr(), ELEMENT_TYPES[output.dtype]
         batch.output_stride, batch.output_head_stride, _ = output.stride()
-        batch.lse = None if lse is None else lse.data_ptr()
         sinks = None if self.options.sinks is None else self.options.sinks.detach().float().contiguous()
         batch.sinks = None if sinks is None else sinks.data_ptr()
-        held = (self, query, cache, block_table, query_start, seq_lens, output, ring, lse, sinks)
+        held = (self, query, cache, block_table, query_start, seq_lens, output, ring, sinks)
         self._add_means(batch, seq_lens)
         if ring is not None:
             add_ring(batch, ring)
-        batch.shard_ranks, batch.shard_rank, batch.shard_run = shard
         batch.threads = torch.get_num_threads()
         batch.workspace = self._jobs.reserve(batch)
         decode, reference = self._jobs.function, ctypes.byref(batch)

@@ -4,27 +4,14 @@
 #include "jobs.h"
 #include "tile.h"
 
-// ContextShard.count and ContextShard.position of attention/context_shard.py.
-static inline long shard_count(const Arguments& a, long tokens) {
-  if (a.shard_ranks == 1) return tokens;
-  long rounds = tokens / (a.shard_ranks * a.shard_run);
-  long rest = tokens - rounds * (a.shard_ranks * a.shard_run) - a.shard_rank * a.shard_run;
-  return rounds * a.shard_run + most(0, least(rest, a.shard_run));
-}
-static inline long shard_position(const Arguments& a, long index) {
-  if (a.shard_ranks == 1) return index;
-  return index / a.shard_run * (a.shard_run * a.shard_ranks) + a.shard_rank * a.shard_run + index % a.shard_run;
-}
-
 struct Range {
   long first, end;
 };
 
-// Of a query token at `position` of request r: tokens in the pages, by their index there, and those in the ring.
+// Of a query token at `position` of request r: tokens in the pages, and those in the ring.
 static inline Range in_pages(const Arguments& a, long r, long position) {
   long first = a.sliding_window ? most(0, position + 1 - a.sliding_window) : 0, end = position + 1;
   if (a.ring) end = least(end, most(a.ring_first[r], position + 1 - a.ring_window));
-  first = shard_count(a, first), end = shard_count(a, end);
   return {first, most(first, end)};
 }
 static inline Range in_ring(const Arguments& a, long r, long position) {
