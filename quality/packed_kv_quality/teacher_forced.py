@@ -49,11 +49,6 @@ def beginning(tokenizer: PreTrainedTokenizerBase) -> list[int]:
     return [bos] if bos is not None and tokenizer.encode("a")[:1] == [bos] else []
 
 
-def hidden_states(llm: LLM, token_ids: Sequence[int], chunk: int) -> torch.Tensor:
-    """The model's last hidden states [tokens, hidden] of a prompt run alone in prefill chunks of `chunk` tokens."""
-    return lockstep.run(llm, [token_ids], repeat(chunk))[0]
-
-
 @contextlib.contextmanager
 def rounded_attention(llm: LLM) -> Iterator[None]:
     """Round every attention output once more, by noise of half a unit in its last place.
@@ -96,11 +91,6 @@ def through_e4m3(x: Stored) -> Stored:
         return x
     largest = torch.finfo(torch.float8_e4m3fn).max
     return x.clamp(-largest, largest).to(torch.float8_e4m3fn).to(x.dtype)
-
-
-def teacher_forced_logits(llm: LLM, token_ids: Sequence[int], chunk: int) -> torch.Tensor:
-    """Logits [tokens, vocabulary], fp32, of all positions of a short prompt; see `hidden_states`."""
-    return logits(llm, hidden_states(llm, token_ids, chunk))
 
 
 def scored_log_probs(
@@ -148,8 +138,3 @@ def token_kl(log_p: torch.Tensor, log_q: torch.Tensor) -> torch.Tensor:
     An outcome that p rules out adds nothing.
     """
     return torch.where(log_p == -torch.inf, 0.0, log_p.exp() * (log_p - log_q)).sum(-1)
-
-
-def mean_kl(baseline: torch.Tensor, logits: torch.Tensor) -> float:
-    """Mean KL divergence of `logits` from `baseline`, in nats, over rows [tokens, vocabulary]."""
-    return token_kl(baseline.log_softmax(-1), logits.log_softmax(-1)).mean().item()

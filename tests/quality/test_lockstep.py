@@ -6,11 +6,11 @@ from itertools import chain, repeat
 
 import pytest
 import torch
-from harness import engine, mean_kl
+from harness import engine, mean_kl, teacher_forced_logits
 from packed_kv_quality import lockstep
 from packed_kv_quality.engines import CHECKOUT
 from packed_kv_quality.recall_map import RecallSettings, recall_map
-from packed_kv_quality.teacher_forced import fp8_storage, hidden_states, logits, rounded_attention
+from packed_kv_quality.teacher_forced import fp8_storage, logits, rounded_attention
 
 LENGTHS = (60, 60, 63)
 """The third is longer, as prompts with answers of several lengths are."""
@@ -34,18 +34,18 @@ def test_together_as_alone(widths, llm, prompts) -> None:
     found = lockstep.run(llm, prompts, widths)
     assert [len(hidden) for hidden in found] == list(LENGTHS)
     for prompt, hidden in zip(prompts, found, strict=True):
-        alone = logits(llm, hidden_states(llm, prompt, 16))
+        alone = teacher_forced_logits(llm, prompt, 16)
         assert mean_kl(alone, logits(llm, hidden)) < 0.002
     assert mean_kl(logits(llm, found[0]), logits(llm, found[1])) > 1
 
 
 def test_what_is_measured_leaves_no_trace(llm, prompts) -> None:
-    before = hidden_states(llm, prompts[0], 16)
+    before = teacher_forced_logits(llm, prompts[0], 16)
     costs = []
     for within in (rounded_attention, fp8_storage):
         with within(llm):
-            costs.append(mean_kl(logits(llm, before), logits(llm, hidden_states(llm, prompts[0], 16))))
-    assert torch.equal(hidden_states(llm, prompts[0], 16), before)
+            costs.append(mean_kl(before, teacher_forced_logits(llm, prompts[0], 16)))
+    assert torch.equal(teacher_forced_logits(llm, prompts[0], 16), before)
     rounding, storage = costs
     print(f"KL of rounding {rounding:.5f}, of fp8's storage {storage:.5f}")
     assert 0 < 3 * rounding < storage < 0.05

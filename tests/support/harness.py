@@ -1,17 +1,18 @@
-"""Engines of tests, shared with the quality harness: the engine in this process, and teacher forcing through it."""
+"""Engines of tests: the quality harness's engine in this process, teacher forcing through it, and a mean of KL."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from itertools import repeat
 from typing import Any
 
 import pytest
 import torch
 from packed_kv.engine import registration
-from packed_kv_quality import engines
+from packed_kv_quality import engines, lockstep
 from packed_kv_quality.engines import KV_CACHE_BYTES, kv_tokens, model_of, scheduler
-from packed_kv_quality.teacher_forced import logits, mean_kl, teacher_forced_logits
+from packed_kv_quality.teacher_forced import logits, token_kl
 from vllm import LLM, SamplingParams
 
 __all__ = [
@@ -67,6 +68,16 @@ def count_preemptions(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     monkeypatch.setattr(scheduler(llm), "_preempt_request", record)
     return preempted
+
+
+def teacher_forced_logits(llm: LLM, token_ids: Sequence[int], chunk: int) -> torch.Tensor:
+    """Logits [tokens, vocabulary], fp32, of all positions of a short prompt, run alone in chunks of `chunk` tokens."""
+    return logits(llm, lockstep.run(llm, [token_ids], repeat(chunk))[0])
+
+
+def mean_kl(baseline: torch.Tensor, logits: torch.Tensor) -> float:
+    """Mean KL divergence of `logits` from `baseline`, in nats, over rows [tokens, vocabulary]."""
+    return token_kl(baseline.log_softmax(-1), logits.log_softmax(-1)).mean().item()
 
 
 def newest_logits(llm: LLM, token_ids: list[int], chunk: int = 8) -> torch.Tensor:
