@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any, NoReturn, TypeVar
 
-from .channel_calibration import UNCALIBRATED, ChannelCalibration
+from .channel_calibration import SCALE_BOUNDS, UNCALIBRATED, ChannelCalibration
 from .config_fields import EXPANDED_LATENTS, word
-from .formats import FORMATS, GROUP_SIZE, HEAD_DIM_MULTIPLE, Format, fits_value_dim
+from .formats import FORMATS, GROUP_SIZE, HEAD_DIM_MULTIPLE, INPUT_LIMIT, Format, fits_value_dim
 from .json_file import printable, read_json, shown
 from .model_shape import Model
 from .rope import Parameters, Rope, normalised, rope_in_words
@@ -30,10 +30,6 @@ VERSION = 3
 RoPE."""
 FIRST_WITH_ROPES = 3
 LARGEST_HEAD_SIZE = 4096
-LARGEST_MEAN = 32768.0
-"""Bound of a mean's magnitude: the codec clamps larger keys."""
-SCALE_BOUNDS = (1 / 1024, 1024.0)
-"""Bounds of a channel's scale, those of the codec: kernels hold a rotation times its inverse in fp16."""
 LARGEST_SIZE = 1e38
 """Bound of a channel's root mean square, so that its square is a float, too."""
 TRANSFORM_VERSION = "structured_hadamard_v1"
@@ -349,8 +345,8 @@ def _layer(entry: Any, version: int, recipe: str, sizes: tuple[int, int], ropes:
     key = ChannelCalibration(
         outliers[0],
         orders[0],
-        mean=_numbers(entry, name, shapes[0], -LARGEST_MEAN, LARGEST_MEAN),
-        first_mean=_numbers(entry, "key_first_token_mean", shapes[0], -LARGEST_MEAN, LARGEST_MEAN),
+        mean=_numbers(entry, name, shapes[0], -INPUT_LIMIT, INPUT_LIMIT),
+        first_mean=_numbers(entry, "key_first_token_mean", shapes[0], -INPUT_LIMIT, INPUT_LIMIT),
         scale=_numbers(entry, "key_channel_scale", shapes[0], *SCALE_BOUNDS),
         rope=_rope_of_layer(entry["rope"], ropes) if before else None,
     )

@@ -12,6 +12,9 @@ from .rope import Rope
 MIXES_NEIGHBOURS = ("quaternion", "givens")
 """Rotations of a few channels at a time, for which it matters which channels share a scale."""
 
+SCALE_BOUNDS = (1 / 1024, 1024.0)
+"""Least and largest scale of a channel: the kernels' fp16 matrices hold the rotation times 1 / scale."""
+
 Rows = Any
 """Lists or a tensor; the type is left open because torch is not imported here."""
 

@@ -148,6 +148,8 @@ def code_of(bits: int) -> Code:
 MAX_SCALE_BYTE = 0xF2
 """The largest scale written: fp16 bits `byte << 7` = 40960. Times the largest magnitude, 3/2, it is 61440, so every
 decoded value is finite in fp16; bytes above it are never written."""
+INPUT_LIMIT = 32768.0
+"""Bound of the magnitude of inputs, which are clamped to it, and of means: 2^15."""
 
 
 def fits_value_dim(head_dim: int, value_dim: int) -> bool:

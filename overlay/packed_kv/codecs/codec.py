@@ -11,11 +11,11 @@ from collections.abc import Sequence
 import torch
 
 from ..channel_calibration import UNCALIBRATED, ChannelCalibration
-from ..formats import CODES, GROUP_SIZE, Format, runs, stored_dim
+from ..formats import CODES, GROUP_SIZE, INPUT_LIMIT, Format, runs, stored_dim
 from ..layout import MEAN_BLOCK
 from . import bitpack, scalar
 from .rotations import ROTATIONS
-from .transform import INPUT_LIMIT, ChannelTransform
+from .transform import ChannelTransform
 
 Channels = Sequence[int] | Sequence[Sequence[int]] | torch.Tensor
 

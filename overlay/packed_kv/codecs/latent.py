@@ -15,12 +15,11 @@ from __future__ import annotations
 import torch
 
 from ..channel_calibration import UNCALIBRATED, ChannelCalibration
-from ..formats import BYTE_CODE, GROUP_SIZE, ROPE_BITS, Format, code_of
+from ..formats import BYTE_CODE, GROUP_SIZE, INPUT_LIMIT, ROPE_BITS, Format, code_of
 from ..layout import MICRO_BLOCK, ROPE, latent_layout, ring_slot_bytes
 from . import ring
 from .codec import Codec
 from .pages import micro_blocks_of, pack_codes, pack_scales, unpack_codes, unpack_scales
-from .transform import INPUT_LIMIT
 
 
 class LatentCodec:

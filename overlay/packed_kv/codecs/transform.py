@@ -10,17 +10,13 @@ from collections.abc import Sequence
 
 import torch
 
-from ..channel_calibration import ChannelCalibration
+from ..channel_calibration import SCALE_BOUNDS, ChannelCalibration
+from ..formats import INPUT_LIMIT
 from ..layout import MEAN_BLOCK
 from ..rope import Rope
 from .rope import partner, spectrum_of_blocks
 
 Numbers = Sequence[float] | Sequence[Sequence[float]] | torch.Tensor
-
-INPUT_LIMIT = 32768.0
-"""Bound of the magnitude of inputs and of means: 2^15."""
-MAX_SCALE = 1024.0
-"""Scales lie in [1/1024, 1024]: the kernels' fp16 matrices hold the rotation times 1 / scale."""
 
 
 class ChannelTransform:
@@ -59,7 +55,7 @@ class ChannelTransform:
         rope = channels.rope
         self.head_dim, self.stored_dim, self.device, self.rope = head_dim, stored_dim, device, rope
         self.mean = self._numbers(channels.mean, "mean", -INPUT_LIMIT, INPUT_LIMIT, padding=0.0)
-        self.scale = self._numbers(channels.scale, "scale", 1 / MAX_SCALE, MAX_SCALE, padding=1.0)
+        self.scale = self._numbers(channels.scale, "scale", *SCALE_BOUNDS, padding=1.0)
         self.first_mean = self._numbers(channels.first_mean, "first_mean", -INPUT_LIMIT, INPUT_LIMIT, padding=0.0)
         if rope is None:
             self.spectrum = torch.tensor([[[1.0], [0.0]]], device=device).expand(1, 2, stored_dim).contiguous()

@@ -1,4 +1,4 @@
-"""Checks of the tensors that the host sides of all kernels are given. They assert."""
+"""Checks of the tensors that the host sides of all kernels are given, which assert, and a stride."""
 
 from __future__ import annotations
 
@@ -37,3 +37,8 @@ def check_slots(slots: torch.Tensor, ring_slots: torch.Tensor) -> None:
     """Assert what the store kernels take slots for: integers, of a ring those of the first tokens."""
     assert slots.ndim == 1 and slots.is_contiguous() and not slots.is_floating_point(), (slots.dtype, slots.shape)
     assert ring_slots.is_contiguous() and len(ring_slots) <= len(slots), (ring_slots.shape, slots.shape)
+
+
+def head_stride(of_heads: torch.Tensor) -> int:
+    """Stride over heads, 0 where one serves all."""
+    return 0 if len(of_heads) == 1 else of_heads.stride(0)

@@ -6,8 +6,7 @@ import math
 from collections.abc import Iterable, Sequence
 
 from ...codecs.ring import LARGEST_CODE, OVER_LARGEST, UNIT
-from ...codecs.transform import INPUT_LIMIT
-from ...formats import CODES, CODES_PER_LANE, GROUP_SIZE, MAX_SCALE_BYTE, Code
+from ...formats import CODES, CODES_PER_LANE, GROUP_SIZE, INPUT_LIMIT, MAX_SCALE_BYTE, Code
 from ...layout import LANES, MICRO_BLOCK, SIGN_HALF_SHIFT, SIGN_PARITY_SHIFT, SIGN_WORD_SHIFT
 from ..kernel_layout import KernelLayout
 

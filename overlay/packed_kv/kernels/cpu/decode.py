@@ -16,15 +16,13 @@ from .build import SIMD, Program, load_library
 from .compiler import Target
 from .constants import constants_header
 from .jobs import Jobs
-from .tables import add_ring
+from .tables import ELEMENT_TYPES, add_ring
 
 PROGRAM = Program(
     "decode.cpp",
     (*SIMD, "arguments.h", "jobs.h", "numbers.h", "pages.h", "queries.h", "ranges.h", "ring.h", "rotation.h",
      "softmax.h", "threads.h", "tile.h"),
 )  # fmt: skip
-ELEMENT_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-"""Numbers of dtypes in numbers.h."""
 _ADDRESS, _NUMBER, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_double
 
 

@@ -7,7 +7,7 @@
 #include <immintrin.h>
 #endif
 
-enum ElementType { FLOAT32 = 0, BFLOAT16 = 1, FLOAT16 = 2 };  // also in library.py
+enum ElementType { FLOAT32 = 0, BFLOAT16 = 1, FLOAT16 = 2 };  // also in tables.py
 
 static inline float bfloat16_to_float(uint16_t x) {
   uint32_t bits = (uint32_t)x << 16;

@@ -12,9 +12,8 @@ import torch
 from ...codecs.ring import Ring
 from ...formats import GROUP_SIZE
 from ...layout import MICRO_BLOCK, PageLayout, ring_slot_bytes
-from ..checks import check_int32, check_pages, check_ring
+from ..checks import check_int32, check_pages, check_ring, head_stride
 from ..kernel_layout import KernelLayout, kernel_layout
-from ..triton.launch import head_stride
 from . import COLUMNS, pass_tokens
 from .code_constants import decoder_constants, group_constants
 from .kernel import Compilation, CudaKernel

@@ -13,10 +13,10 @@ import triton.language as tl
 
 from ...layout import MICRO_BLOCK, PageLayout
 from .. import power_of_2
-from ..checks import check_pages
+from ..checks import check_pages, head_stride
 from ..kernel_layout import kernel_layout
 from .fragments import as_key, as_value
-from .launch import Arguments, Launch, StepLaunch, head_stride
+from .launch import Arguments, Launch, StepLaunch
 from .means import Means
 from .pages import decode_key, decode_value, load_key, load_value
 from .scales import scale_byte

@@ -12,7 +12,7 @@ import triton.language as tl
 
 from ...codecs.latent import LatentCodec
 from ...codecs.latent_rows import LatentRowCodec
-from ...codecs.transform import INPUT_LIMIT
+from ...formats import INPUT_LIMIT
 from .. import power_of_2
 from ..checks import check_ring, check_slots, check_stored_pages
 from ..kernel_layout import KernelLayout, kernel_layout, latent_row_layout, rope_layout

@@ -190,8 +190,3 @@ def _stand_in(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor on the host for which the JIT compiles the same: of the same dtype, and as well aligned."""
     pair = torch.empty(2, dtype=tensor.dtype, device="cpu")
     return pair if tensor.data_ptr() % 16 == 0 else pair[1:]
-
-
-def head_stride(of_heads: torch.Tensor) -> int:
-    """Stride over heads, 0 where one serves all."""
-    return 0 if len(of_heads) == 1 else of_heads.stride(0)

@@ -11,9 +11,10 @@ import triton.language as tl
 
 from ...formats import stored_dim
 from .. import power_of_2
+from ..checks import head_stride
 from ..units import LOG2_E
 from .fragments import to_tf32
-from .launch import Arguments, Launch, StepLaunch, head_stride
+from .launch import Arguments, Launch, StepLaunch
 
 _LOG2_E = tl.constexpr(LOG2_E)
 

@@ -10,9 +10,8 @@ import math
 import triton
 import triton.language as tl
 
-from ...codecs.codec import INPUT_LIMIT
 from ...codecs.scalar import ONE
-from ...formats import GROUP_SIZE, MAX_SCALE_BYTE
+from ...formats import GROUP_SIZE, INPUT_LIMIT, MAX_SCALE_BYTE
 from .fragments import IS_INTERPRETED
 
 # Tables of other modules. Triton hashes constexprs into the names of compiled kernels, other globals it does not.

@@ -15,9 +15,10 @@ import triton.language as tl
 
 from ...codecs.codec import Codec
 from .. import power_of_2
+from ..checks import head_stride
 from ..units import LOG2_E
 from .fragments import opaque
-from .launch import Arguments, Launch, StepLaunch, head_stride
+from .launch import Arguments, Launch, StepLaunch
 from .means import COLUMNS, Means, bias_of_rows, bias_programs
 
 QUERY_ROWS = 16

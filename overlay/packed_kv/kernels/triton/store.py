@@ -28,9 +28,9 @@ import triton.language as tl
 from ...codecs.pages import PagedCodec
 from ...layout import ring_slot_bytes
 from .. import power_of_2
-from ..checks import check_ring, check_slots, check_stored_pages
+from ..checks import check_ring, check_slots, check_stored_pages, head_stride
 from ..kernel_layout import KernelLayout, kernel_layout
-from .launch import Arguments, Launch, StepLaunch, head_stride
+from .launch import Arguments, Launch, StepLaunch
 from .means import COLUMNS, bias_of_rows
 from .pages import KEY, VALUE
 from .quantize import hadamard, load_rotated, quantize, round_to_half, search_scale
