@@ -12,7 +12,7 @@ import torch
 from packed_kv.attention import decode, prefill, triton_store
 from packed_kv.attention.latent import prefix as latents
 from packed_kv.attention.layer import PairKernels
-from packed_kv.attention.metadata import PackedMetadata
+from packed_kv.attention.step import StepCache
 from packed_kv.codecs.ring import Ring
 from packed_kv.kernels.cuda import latent_launch, latent_ring_launch, launch
 from packed_kv.kernels.cuda.kernel import Function
@@ -275,8 +275,9 @@ def test_a_step_of_other_rings_is_made_anew() -> None:
     decode_kernel = SimpleNamespace(kind="decode", prepare=lambda batch: made.append(len(made)) or len(made))
     kernels: Any = object.__new__(PairKernels)
     kernels.decode = decode_kernel
-    metadata = PackedMetadata.of_one_request(4, 4, torch.device("cpu"))
     table = torch.zeros(1, 1, dtype=torch.int32)
+    tables = {"block_table": table, "query_start_loc": table[0], "stored_lens": table[0], "positions": table[0]}
+    metadata: Any = SimpleNamespace(**tables, decodes=0, decode_tokens=0, decode_query_len=1, steps=StepCache())
     for number in range(20):
         rings = WindowMetadata(table, table, table[0])  # those before are gone
         window: Any = WindowStep(SimpleNamespace(kv_cache=table, window=8), rings, is_shared=False)

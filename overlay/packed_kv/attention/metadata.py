@@ -23,7 +23,6 @@ from ..facts import Attention, Facts
 from ..formats import FORMATS
 from ..kernels.ahead import wait_for_all
 from ..kernels.cuda import refusal
-from ..layout import MICRO_BLOCK
 from ..refusals import refuse
 from ..settings.options import read_options
 from .context_shard import UNSHARDED, ContextShard, shard_of
@@ -72,32 +71,6 @@ class PackedMetadata(AttentionMetadata):
         """Return whether all requests from `first` on are new: nothing of them is in the cache before this batch."""
         new_tokens = self.query_starts[-1] - self.query_starts[first]
         return self.steps.get(StepKey("new prompts", first=first), lambda: new_tokens == sum(self.context[first:]))
-
-    @classmethod
-    def of_one_request(
-        cls, tokens: int, new_tokens: int, device: torch.device, shard: ContextShard = UNSHARDED, heads: int = 0,
-        block_size: int = MICRO_BLOCK,
-    ) -> PackedMetadata:  # fmt: skip
-        """A request in blocks 0, 1, ..., the last `new_tokens` of its `tokens` in the batch. `heads`: query heads of
-        all ranks, where there are several. `block_size`: tokens of a block."""
-        slots = torch.arange(tokens, device=device)
-        seq_lens = torch.tensor([tokens], dtype=torch.int32, device=device)
-        return cls(
-            num_actual_tokens=new_tokens,
-            block_table=slots[: -(-tokens // block_size)].to(torch.int32).unsqueeze(0),
-            slot_mapping=slots[tokens - new_tokens :],
-            positions=slots[tokens - new_tokens :],
-            query_start_loc=torch.tensor([0, new_tokens], dtype=torch.int32, device=device),
-            seq_lens=seq_lens,
-            query_starts=[0, new_tokens],
-            context=[tokens],
-            decodes=0,
-            decode_tokens=0,
-            decode_query_len=1,
-            stored_lens=shard.count(seq_lens),
-            shard=shard,
-            lse=None if shard == UNSHARDED else torch.empty(new_tokens * heads, dtype=torch.float32, device=device),
-        )
 
 
 class Batch(NamedTuple):

@@ -11,6 +11,7 @@ from ..codecs.ring import Ring
 from ..kernels.ahead import Ahead
 from ..layout import MICRO_BLOCK
 from .context_parallel import ContextParallelAttention
+from .context_shard import UNSHARDED
 from .latent.in_pytorch import PrefixChunk, RecentContext
 from .layer import PairAttention
 from .metadata import Batch, PackedMetadata
@@ -96,11 +97,8 @@ class PairWarmup:
         pages = self._pages(tokens)
         positions = torch.arange(tokens, device=key.device)
         store.write(store.prepare(NewTokens(positions, positions)), pages, key[:tokens], value[:tokens])
-        one = PackedMetadata.of_one_request(
-            tokens, new_tokens, key.device, kernels.shard, self.heads, self.block_size
-        )  # fmt: skip
         output = query.new_empty((*query.shape[:2], kernels.codec.value.head_dim))
-        batch = Batch(query, key, value, pages, one, output)
+        batch = Batch(query, key, value, pages, self._one_request(tokens, new_tokens), output)
         self.attention.forward(batch)
         if self.window_layer is not None and prefill is not None:
             ring = self._ring(tokens, self.window_layer)
@@ -134,6 +132,29 @@ class PairWarmup:
             cache = None if ring is None else ring.cache
             self.store.write(tokens, pages, key[:requests], value[:requests], cache, queries)
             self.decode.attend(step, pages, (queries,), ring, output)
+
+    def _one_request(self, tokens: int, new_tokens: int) -> PackedMetadata:
+        """A request in the blocks of `_pages`, the last `new_tokens` of its `tokens` in the batch."""
+        device, shard = self.query.device, self.kernels.shard
+        slots = torch.arange(tokens, device=device)
+        seq_lens = torch.tensor([tokens], dtype=torch.int32, device=device)
+        is_whole = shard == UNSHARDED
+        return PackedMetadata(
+            num_actual_tokens=new_tokens,
+            block_table=slots[: -(-tokens // self.block_size)].to(torch.int32).unsqueeze(0),
+            slot_mapping=slots[tokens - new_tokens :],
+            positions=slots[tokens - new_tokens :],
+            query_start_loc=torch.tensor([0, new_tokens], dtype=torch.int32, device=device),
+            seq_lens=seq_lens,
+            query_starts=[0, new_tokens],
+            context=[tokens],
+            decodes=0,
+            decode_tokens=0,
+            decode_query_len=1,
+            stored_lens=shard.count(seq_lens),
+            shard=shard,
+            lse=None if is_whole else torch.empty(new_tokens * self.heads, dtype=torch.float32, device=device),
+        )
 
     def _pages(self, tokens: int) -> torch.Tensor:
         shape = (-(-tokens // self.block_size), self.kernels.kv_heads, self.block_size, self.kernels.codec.slot_bytes)
