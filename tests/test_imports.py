@@ -21,7 +21,17 @@ BESIDE = {
     "__init__": {"formats", "codecs"},
     "transformers": {"formats", "layout", "json_file", "rope", "calibration_file", "codecs", "kernels"},
     "lmcache": {"formats", "codecs"},
-    "selftest": {"formats", "layout", "refusals", "codecs", "kernels", "reference", "window", "attention"},
+    "selftest": {
+        "formats",
+        "layout",
+        "refusals",
+        "codecs",
+        "kernels",
+        "reference",
+        "vllm_compat",
+        "window",
+        "attention",
+    },
     "planning": {
         "formats",
         "layout",
@@ -180,6 +190,31 @@ def private_names(source: str) -> tuple[set[str], set[str]]:
             is_own = isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")
             (defined if is_own and isinstance(node.ctx, ast.Store) else read).add(node.attr)
     return defined, read
+
+
+def private_imports(source: str) -> set[str]:
+    """Private modules and names of vLLM that a module imports, by their whole names."""
+    imported = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            imported |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            imported |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return {name for name in imported if name.startswith("vllm.") and "._" in name}
+
+
+def test_private_names_of_vllm_are_imported_in_one_module():
+    found = {module_name(path): private_imports(path.read_text()) for path in PACKAGE.rglob("*.py")}
+    foreign = {module: names for module, names in found.items() if names}
+    assert [*foreign] == [PRIVATE_OF_VLLM], foreign
+
+
+def test_all_kinds_of_private_imports_are_found():
+    source = (
+        "from __future__ import annotations\nfrom ._room import _name\nfrom vllm.v1 import public\n"
+        "def f():\n    from vllm.a import b, _c as d\n    import vllm._d\n    from vllm._e.f import g\n"
+    )
+    assert private_imports(source) == {"vllm.a._c", "vllm._d", "vllm._e.f.g"}
 
 
 def test_private_names_of_vllm_are_read_in_one_module():

@@ -1,10 +1,13 @@
-"""Versions of vLLM, and private names of vLLM that packed-kv uses. No other module asks for either."""
+"""Versions of vLLM: probes of what a version has, and fields of its configuration that another lacks. And private names
+of vLLM, which no other module imports or reads (`tests/test_imports.py`)."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
+import torch
 import vllm
 import vllm.config.cache as cache_config
 import vllm.v1.kv_cache_interface as cache_interface
@@ -60,6 +63,48 @@ def sizes_latents_beside_states() -> bool:
     from vllm.platforms.interface import Platform
 
     return hasattr(Platform, "_customized_page_size")
+
+
+def has_own_queries(of: Any) -> bool | None:
+    """True if ranks that split a context keep copies of all query heads, by `dcp_q_replicate` of the configuration of
+    parallelism or of a layer of latent attention; None: it has no such field."""
+    return getattr(of, "dcp_q_replicate", None)
+
+
+def prefill_ranks(config: VllmConfig) -> int | None:
+    """Ranks that split prompts; None: this vLLM does not split them."""
+    return getattr(config.parallel_config, "prefill_context_parallel_size", None)
+
+
+def has_host_cache(config: VllmConfig) -> bool:
+    """True if sparse attention keeps rows of its own on the host (HiSparse)."""
+    return getattr(getattr(config, "attention_config", None), "hisparse_config", None) is not None
+
+
+def sparse_workspace_contexts(config: VllmConfig) -> int | None:
+    """Contexts of the model that the workspace of sparse attention holds; None: vLLM does not say."""
+    return getattr(config.attention_config, "sparse_mla_prefill_workspace_factor", None)
+
+
+def keep_rope_from_store(config: VllmConfig) -> None:
+    """Have vLLM not fuse RoPE with the store of latents: that writes plain rows and asks no implementation."""
+    if hasattr(passes := config.compilation_config.pass_config, "fuse_rope_kvcache_cat_mla"):
+        passes.fuse_rope_kvcache_cat_mla = False
+
+
+def cpu_ops() -> Any:
+    """vLLM's module of ops, attention on a CPU among them."""
+    from vllm import _custom_ops
+
+    return _custom_ops
+
+
+@functools.cache
+def cpu_instructions(dtype: torch.dtype, block_size: int, head_dim: int) -> str:
+    """Name of the instructions that vLLM's attention on a CPU uses, which its ops are given as `isa`."""
+    from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
+
+    return _get_attn_isa(dtype, block_size, head_dim)
 
 
 def unknown_architecture(names: list[str], *, has_code: bool) -> str:

@@ -6,7 +6,6 @@ of vLLM's kind, which all layers share, so that one causal call serves a request
 
 from __future__ import annotations
 
-import functools
 import weakref
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
@@ -18,6 +17,7 @@ from ..codecs.ring import Ring
 from ..kernels.cpu.gather import CpuGather
 from ..layout import MICRO_BLOCK
 from ..reference.attention import AttentionOptions
+from ..vllm_compat import cpu_instructions, cpu_ops
 from .protocols import PrefillKernel, PrefillKind
 from .step import StepKey
 
@@ -108,7 +108,7 @@ class CpuPrefill(PrefillKernel):
         self.codec, self.query_heads, self.kv_heads, self.options = codec, query_heads, kv_heads, options
         self.head_dim, self.value_dim, self.dtype = codec.key.head_dim, codec.value.head_dim, dtype
         self.gather = CpuGather(codec)
-        self.isa = _isa(dtype, self.head_dim)
+        self.isa = cpu_instructions(dtype, BLOCK, self.head_dim)
         size = max_tokens + BLOCK, kv_heads, self.head_dim, dtype
         scratch = _scratch.get((engine, *size))
         if scratch is None:
@@ -145,8 +145,6 @@ class CpuPrefill(PrefillKernel):
         return metadata.steps.get(StepKey("prefill", kind, first), make)
 
     def _scratch_batch(self, spans: list[ScratchSpan], metadata: PackedMetadata) -> ScratchBatch:
-        from vllm import _custom_ops as ops
-
         starts = metadata.query_starts[spans[0].request : spans[-1].request + 2]
         query_start = torch.tensor([start - starts[0] for start in starts], dtype=torch.int32)
         seq_lens = torch.tensor([span.end - span.start for span in spans], dtype=torch.int32)
@@ -154,7 +152,7 @@ class CpuPrefill(PrefillKernel):
         for row, span in zip(table, spans, strict=True):
             blocks = -(-(span.end - span.start) // BLOCK)
             row[:blocks] = self.scratch.numbers[span.block : span.block + blocks]
-        schedule = ops.cpu_attn_get_scheduler_metadata(
+        schedule = cpu_ops().cpu_attn_get_scheduler_metadata(
             num_reqs=len(spans), num_heads=self.query_heads, num_kv_heads=self.kv_heads, head_dim=self.head_dim,
             seq_lens=seq_lens, dtype=self.dtype, query_start_loc=query_start, causal=True,
             sliding_window_size=self.options.sliding_window or -1, isa=self.isa, enable_kv_split=True,
@@ -185,23 +183,19 @@ class CpuPrefill(PrefillKernel):
 
     def _put(self, span: ScratchSpan, start: int, key: torch.Tensor, value: torch.Tensor) -> None:
         """Write tokens of a request from `start` on."""
-        from vllm import _custom_ops as ops
-
         at = span.block * BLOCK + start - span.start
         if self.value_dim != self.head_dim:
             value = torch.nn.functional.pad(value, (0, self.head_dim - self.value_dim))
         slots = self.scratch.slots[at : at + len(key)]
-        ops.cpu_attn_reshape_and_cache(key, value, self.scratch.key, self.scratch.value, slots, self.isa)
+        cpu_ops().cpu_attn_reshape_and_cache(key, value, self.scratch.key, self.scratch.value, slots, self.isa)
 
     def _attend(self, batch: ScratchBatch, query: torch.Tensor, output: torch.Tensor) -> None:
-        from vllm import _custom_ops as ops
-
         sinks = self.options.sinks
         if sinks is not None and sinks.dtype != torch.bfloat16:
             sinks = sinks.detach().float()
         pads = self.value_dim != self.head_dim
         result = query.new_empty(query.shape) if pads else output
-        ops.cpu_attention_with_kv_cache(
+        cpu_ops().cpu_attention_with_kv_cache(
             query=query, key_cache=self.scratch.key, value_cache=self.scratch.value, output=result,
             query_start_loc=batch.query_start, seq_lens=batch.seq_lens, scale=self.options.scale, causal=True,
             alibi_slopes=None, sliding_window=self.options.sliding_window or -1, block_table=batch.block_table,
@@ -217,10 +211,3 @@ def refusal(head_dim: int) -> str | None:
 
     served = CPUAttentionBackend.get_supported_head_sizes()
     return None if head_dim in served else f"heads of {head_dim} channels (only {', '.join(map(str, served))})"
-
-
-@functools.cache
-def _isa(dtype: torch.dtype, head_dim: int) -> str:
-    from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
-
-    return _get_attn_isa(dtype, BLOCK, head_dim)

@@ -28,7 +28,7 @@ from ..formats import FORMATS, Format
 from ..refusals import refuse
 from ..settings.facts import auto_cache, check_skipped_layers, engine_facts, given_facts
 from ..settings.options import read_options
-from ..vllm_compat import is_patched, version_without_latents, version_without_rows
+from ..vllm_compat import is_patched, keep_rope_from_store, version_without_latents, version_without_rows
 from .names import class_name, latent_registry_name, registry_name, sparse_registry_name
 
 if TYPE_CHECKING:
@@ -253,8 +253,7 @@ class PackedDTypeHandler:
             from ..sharing.adapters import name_adapters
 
             name_adapters()
-        if hasattr(passes := vllm_config.compilation_config.pass_config, "fuse_rope_kvcache_cat_mla"):
-            passes.fuse_rope_kvcache_cat_mla = False  # it writes plain rows and asks no implementation
+        keep_rope_from_store(vllm_config)
 
     def page_format(self, vllm_config: VllmConfig) -> str:
         """Dtype and fingerprint, for the keys of pages that leave the process."""

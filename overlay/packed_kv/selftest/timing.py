@@ -14,6 +14,7 @@ from ..codecs import ring as rings
 from ..codecs.pages import PagedCodec
 from ..formats import Format
 from ..layout import MICRO_BLOCK, ring_slot_bytes
+from ..vllm_compat import cpu_instructions, cpu_ops
 from .checks import Check, vectors
 from .launches import PYTORCH, PairLayer
 from .reference import Source, attention, relative_rms
@@ -124,10 +125,7 @@ def bf16_on_cpu(
     batch: RequestBatch, query: torch.Tensor, new: tuple[torch.Tensor, torch.Tensor], pages: tuple[int, int]
 ) -> Callable[[], None]:
     """The same step by the op of vLLM's CPU platform."""
-    from vllm import _custom_ops as ops
-    from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
-
-    isa = _get_attn_isa(torch.bfloat16, pages[1], SHAPE.head_dim)
+    ops, isa = cpu_ops(), cpu_instructions(torch.bfloat16, pages[1], SHAPE.head_dim)
     starts, lengths = (torch.tensor(x, dtype=torch.int32) for x in (batch.starts, batch.lengths))
     some = torch.randn(1, SHAPE.kv_heads, 2 * pages[1], SHAPE.head_dim).bfloat16()
     key, value = some.repeat(pages[0], 1, 1, 1).chunk(2, dim=2)

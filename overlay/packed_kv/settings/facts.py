@@ -12,7 +12,14 @@ from ..config_fields import all_pick
 from ..facts import Architecture, Cache, Drafts, Engine, Facts, Given, Latents, Layer, Pages, Parallel, Vllm
 from ..formats import FORMATS
 from ..refusals import refuse
-from ..vllm_compat import builds_draft, groups_stay, sizes_latents_beside_states
+from ..vllm_compat import (
+    builds_draft,
+    groups_stay,
+    has_host_cache,
+    has_own_queries,
+    prefill_ranks,
+    sizes_latents_beside_states,
+)
 from .connectors import connectors
 from .options import given_options
 
@@ -42,9 +49,9 @@ def engine_facts(config: VllmConfig) -> Facts:
             dcp=parallel.decode_context_parallel_size,
             dcp_backend=parallel.dcp_comm_backend,
             dcp_run=parallel.cp_kv_cache_interleave_size,
-            has_own_queries=getattr(parallel, "dcp_q_replicate", None),
+            has_own_queries=has_own_queries(parallel),
             pipeline=parallel.pipeline_parallel_size,
-            pcp=getattr(parallel, "prefill_context_parallel_size", None),
+            pcp=prefill_ranks(config),
         ),
         Cache(
             block_size=cache.block_size if cache.user_specified_block_size else None,
@@ -90,11 +97,6 @@ def given_facts(config: VllmConfig) -> Given:
         is_fp32=str(config.model_config.dtype) == "torch.float32",
         has_latents=any(model.use_mla for model in models if model is not None),
     )
-
-
-def has_host_cache(config: VllmConfig) -> bool:
-    """True if sparse attention keeps rows of its own on the host (HiSparse)."""
-    return getattr(getattr(config, "attention_config", None), "hisparse_config", None) is not None
 
 
 def picks_tokens(config: VllmConfig) -> bool:

@@ -23,6 +23,7 @@ from ...facts import Facts, Latents, Parallel
 from ...formats import FORMATS
 from ...refusals import refuse
 from ...settings.options import read_options
+from ...vllm_compat import has_own_queries
 from ...window.layer import add_window_layer, window_tokens_of_model
 from ..context_parallel import Ranks
 from ..context_shard import shard_of
@@ -108,8 +109,8 @@ class LatentAttentionImpl(PackedLatents, MLACommonImpl[LatentMetadata]):
         its memory."""
         if self.weights is not None:
             return
-        shard, has_own_queries = shard_of(self.config), getattr(layer, "dcp_q_replicate", None)
-        ranks = Parallel(dcp=shard.ranks, has_own_queries=has_own_queries)
+        shard = shard_of(self.config)
+        ranks = Parallel(dcp=shard.ranks, has_own_queries=has_own_queries(layer))
         refuse(Facts(Latents(is_mla=True), ranks), self.kv_cache_dtype)
         self.add_window()  # of a layer that did not call `process_weights_after_loading`
         if shard.ranks > 1:

@@ -16,6 +16,7 @@ from vllm.v1.attention.backend import AttentionCGSupport, CommonAttentionMetadat
 from vllm.v1.kv_cache_interface import AttentionSpec
 
 from ...kernels.ahead import wait_for_all
+from ...vllm_compat import sparse_workspace_contexts
 from ..metadata import check_batch
 from ..step import StepCache
 
@@ -57,7 +58,7 @@ class SparseLatentMetadata(SparseMLACommonMetadata):
 
 def workspace_rows(config: VllmConfig) -> int:
     """Rows of the workspace: of a few contexts of the model, as vLLM's own sparse attention over fp8 has."""
-    factor = getattr(config.attention_config, "sparse_mla_prefill_workspace_factor", None) or WORKSPACE_CONTEXTS
+    factor = sparse_workspace_contexts(config) or WORKSPACE_CONTEXTS
     return config.model_config.max_model_len * factor
 
 
