@@ -188,7 +188,7 @@ def test_blocks_of_latents_hold_a_state(dtype: str, block: int) -> None:
     assert len({spec.page for spec in specs}) == 1
 
 
-STEPS = ("decode.csv", "release/decode.csv", "release/mixed.csv", *(f"release/h100/{name}.csv" for name in (
+STEPS = ("release/decode.csv", "release/mixed.csv", *(f"release/h100/{name}.csv" for name in (
          "decode", "mixed", "tensor_parallel", "recent_window", "means")))  # fmt: skip
 
 
@@ -230,11 +230,11 @@ def test_a_dtype_without_a_measured_share_has_no_step(monkeypatch: pytest.Monkey
 
 
 def test_steps_are_within_15_percent_of_all_that_was_measured() -> None:
-    """Eight shapes, ten dtypes, an H200 or 1 to 4 H100s, with and without a window; the cells that the estimate was
+    """Seven shapes, ten dtypes, an H200 or 1 to 4 H100s, with and without a window; the cells that the estimate was
     made of are few of them (next test)."""
     found = list(measured_steps())
     assert {name for name, _ in found} == set(STEPS)
-    assert len(found) > 180
+    assert len(found) > 140
     for name, row in found:
         far = 0.15 if "H200" in row["gpu"] else 0.09  # as `packed-kv plan` says of an H100
         assert estimate(row) == pytest.approx(float(row["p50_ms"]), rel=far), (name, row)
