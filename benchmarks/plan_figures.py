@@ -30,7 +30,7 @@ KL_SOURCE = ("docs/quality.md: SmolLM2-135M on one H200, decoded token by token,
              "(fp8-storage); what was not run there: docs/quality.md, on a CPU")  # fmt: skip
 LATENTS_SOURCE = ("docs/quality.md: mla-demo, a small model with DeepSeek-V3's latents, on a CPU, by the codec; in "
                   "units of what fp8 costs there")  # fmt: skip
-RECALL_SOURCE = ("docs/quality.md: of {} numbers far back in 7,500 tokens that bf16 answers, SmolLM2-135M on one H200, "
+RECALL_SOURCE = ("docs/quality.md: of {} numbers far back in 7,500 tokens that bf16 answers, SmolLM2-135M on one {}, "
                  "window of 64")  # fmt: skip
 
 
@@ -129,7 +129,7 @@ def recall() -> Mapping[str, object]:
         rows = [row for row in quality_rows.kept_tasks(name) if (row["task"], row["prompt"]) == ("far", "7,500")]
         solved = {row["dtype"]: int(row["solved"].rstrip("%")) for row in rows}
         if setting == CALIBRATED:
-            found["source"] = RECALL_SOURCE.format(rows[0]["kept"].split()[0])
+            found["source"] = RECALL_SOURCE.format(rows[0]["kept"].split()[0], rows[0]["gpu"].split()[1])
             fp8 = {"fp8": solved["fp8"]}
         found[state] = {"bf16": 100, **fp8, **{dtype: solved[dtype] for dtype in DTYPES}}
     return found
