@@ -353,13 +353,9 @@ SPECS: Mapping[str, Sequence[Spec]] = {
 """Page -> its tables."""
 
 
-AGAIN = {
-    "steps-older": "others --dtypes turboquant_4bit_nc",
-}  # fmt: skip
-"""Table that has older rows -> the parts of release.py that make them again."""
 APART = {
-    "cpu": "a CPU", "prefixes": "minutes of a server per dtype",
-    "contexts": "needs host memory and a disk", "peers": "several GPUs",
+    "cpu": "a CPU", "steps-older": "wants FlashAttention 2, which the release's environment lacked",
+    "prefixes": "minutes of a server per dtype", "contexts": "needs host memory and a disk", "peers": "several GPUs",
 }  # fmt: skip
 """Table of docs/speed.md or docs/server.md -> why its rows are not the release's."""
 SEVERAL = ("steps-older", "contexts")
@@ -381,8 +377,7 @@ def older(specs: Sequence[Spec], up: str) -> str:
         names = [name for name in dict.fromkeys(row["file"] for row in rows) if not name.startswith(f"{RELEASE}/")]
         if names:
             links = ", ".join(f"[{name}]({up}benchmarks/results/{name})" for name in names)
-            why = APART.get(spec.name) or f"not run yet: `--parts {AGAIN[spec.name]}`"
-            lines.setdefault((links, why), []).extend(rows)
+            lines.setdefault((links, APART[spec.name]), []).extend(rows)
     table = Table(["rows", "measured on", "commits", "why not of the release"], 4)
     for (links, why), rows in lines.items():
         commits = dict.fromkeys(row["commit"] for row in rows)

@@ -77,8 +77,10 @@ class Layer(AttentionLayerBase):
         raise NotImplementedError
 
 
-def is_captured(layers, drafts, capability, kernel, monkeypatch):
+def is_captured(layers, drafts, capability, kernel, monkeypatch, requests=256):
     """True if CUDA graphs hold decodes of these packed layers; one that is not packed has no say."""
+    for layer in layers:
+        layer.impl.longest_decode, layer.impl.max_requests = 1 + drafts, requests
     monkeypatch.setattr(metadata.current_platform, "is_cuda", lambda: True)
     monkeypatch.setattr(metadata.current_platform, "get_device_capability", lambda: capability)
     monkeypatch.setattr("packed_kv.kernels.cuda._missing", lambda: None)
@@ -130,6 +132,12 @@ def test_graphs_hold_what_triton_serves_of_a_layer_that_the_cuda_kernel_refuses(
     assert is_captured(layers, 7, (9, 0), "auto", monkeypatch)
     assert not is_captured(layers, 8, (9, 0), "auto", monkeypatch)
     assert is_captured(layers[:1], 8, (9, 0), "auto", monkeypatch)
+
+
+@pytest.mark.parametrize(("drafts", "requests", "captured"), [(8, 8192, True), (8, 8193, False), (7, 8193, True)])
+def test_graphs_hold_what_triton_serves_of_more_requests_than_the_cuda_kernel(drafts, requests, captured, monkeypatch):
+    """8 query heads a KV head; 9 tokens take two passes."""
+    assert is_captured([Layer(64)], drafts, (9, 0), "auto", monkeypatch, requests) == captured
 
 
 @pytest.mark.parametrize(("query_len", "decodes"), [(5, 3), (6, 0)])

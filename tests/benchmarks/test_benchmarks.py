@@ -302,7 +302,7 @@ def test_the_load_is_what_the_options_say(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_hits_are_those_of_the_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the server's counters, of which earlier requests are no part."""
+    """The server's counters have earlier requests, which are left out."""
     import serve
     from rows import read
     from vllm.benchmarks import serve as vllm_serve

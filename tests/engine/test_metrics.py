@@ -153,9 +153,19 @@ def test_skipped_sliding_layers() -> None:
     assert stored == 4 * 2 * 2 * 64 * 2
 
 
-def test_a_stage_of_a_pipeline_has_some_of_the_layers() -> None:
-    stored, dense = metrics.stored_and_dense(sized(LLAMA, stages=2), FORMATS["tq4"])
-    assert (stored, dense) == (4 * FORMATS["tq4"].slot_bytes(64), 2 * 2 * 2 * 64 * 2)
+STATES = {"mamba_d_state": 16, "mamba_n_heads": 4, "mamba_d_head": 64, "mamba_n_groups": 1}
+ONE_STAGE = {
+    "attention": (LLAMA, 1), "attention beside states": ({**LLAMA, **STATES, "model_type": "falcon_h1"}, 1),
+    "layers that run twice": ({**LLAMA, "model_type": "ouro", "total_ut_steps": 2}, 2),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("fields", "runs"), ONE_STAGE.values(), ids=ONE_STAGE)
+def test_a_stage_of_a_pipeline_has_some_of_the_layers(fields: dict, runs: int) -> None:
+    tq4, whole = FORMATS["tq4"], metrics.stored_and_dense(sized(fields), FORMATS["tq4"])
+    half = runs * 4 * tq4.slot_bytes(64), runs * 2 * 2 * 2 * 64 * 2
+    assert metrics.stored_and_dense(sized(fields, stages=2), tq4) == half
+    assert whole == (2 * half[0], 2 * half[1])
 
 
 @pytest.mark.parametrize(("options", "a_layer"), [({}, 400), ({"latent_rope_bits": 8}, 338)])

@@ -385,7 +385,7 @@ def test_killed_while_writing(tmp_path: Path) -> None:
 
 
 def test_calls_that_move_a_part_of_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As Linux moves less than 2 GiB in one call."""
+    """Linux moves less than 2 GiB in one call."""
 
     def part_of(move: Any) -> Any:
         return lambda file, parts: move(file, [parts[0][:3000]])

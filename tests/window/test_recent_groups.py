@@ -104,14 +104,24 @@ def test_draft_layers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         assert any(accepted for _, accepted in counts)
 
 
-@pytest.mark.parametrize("layers", [2, 3])
-def test_draft_models(layers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Drafts of a model of the target's shape, of two layers and of as many as the target: vLLM keeps both models'
-    layers in one group, and the rings in another."""
+ALIKE, SLIDING, NARROW = {}, {"sliding_window": 64}, {"num_key_value_heads": 1}
+DRAFT_MODELS = {
+    "two layers": ("llama", 2, ALIKE, 2), "as many layers": ("llama", 3, ALIKE, 3),
+    "one layer": ("llama", 1, ALIKE, 1), "sliding layers": ("mistral", 3, SLIDING, 0),
+    "other heads": ("llama", 2, NARROW, 0),
+}  # fmt: skip
+"""Kind of a draft, its layers, options, and the window layers that are added to the target's."""
+
+
+@pytest.mark.parametrize(("kind", "layers", "options", "fillers"), DRAFT_MODELS.values(), ids=DRAFT_MODELS)
+def test_draft_models(
+    kind: str, layers: int, options: dict, fillers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM keeps both models' layers in one group if they are alike, and the rings in another."""
     exact_products.install(monkeypatch)
     config = tiny_models.llama()
     model = tiny_models.save(config, tmp_path / "model")
-    draft = tiny_models.save(tiny_models.llama(num_hidden_layers=layers), tmp_path / "draft")
+    draft = tiny_models.save(getattr(tiny_models, kind)(num_hidden_layers=layers, **options), tmp_path / "draft")
     prompts = [random_tokens(90), [7] * 60]
     with engine(model, DTYPE, recent_tokens=WINDOW, **ENGINE) as llm:
         plain = generate(llm, prompts, 30)
@@ -121,9 +131,12 @@ def test_draft_models(layers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPat
         assert generate(llm, prompts, 30) == plain
         assert counts
         groups = [group.layer_names for group in scheduler(llm).kv_cache_config.kv_cache_groups]
-        assert [len(names) for names in groups] == [config.num_hidden_layers + layers] * 2
-        rings = [name for name in groups[1] if name.endswith(SUFFIX)]
-        assert len(rings) == config.num_hidden_layers
+        names = [name for group in groups for name in group]
+        assert sum(name.endswith(SUFFIX) for name in names) == config.num_hidden_layers
+        assert sum(f"{SUFFIX}-" in name for name in names) == fillers
+        assert len(names) == 2 * config.num_hidden_layers + layers + fillers
+        if fillers:
+            assert [len(group) for group in groups] == [config.num_hidden_layers + layers] * 2
 
 
 def count_drafts(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:

@@ -232,9 +232,9 @@ def _longest_fused(vllm_config: VllmConfig) -> tuple[int, int]:
     for impl in _packed_layers(vllm_config):
         options = impl.options
         by_cuda = capability is not None and kernel != "triton" and None is refusal(
-            capability, impl.head_size, impl.group, 1, options.sliding_window, options.logits_soft_cap,
-            has_sinks=options.sinks is not None, value_dim=impl.head_size_v,
-            group_bits=FORMATS[impl.kv_cache_dtype].group_bits(impl.head_size),
+            capability, impl.head_size, impl.group, impl.longest_decode, options.sliding_window,
+            options.logits_soft_cap, has_sinks=options.sinks is not None, value_dim=impl.head_size_v,
+            group_bits=FORMATS[impl.kv_cache_dtype].group_bits(impl.head_size), requests=impl.max_requests,
         )  # fmt: skip
         limits.append((longest_fused(impl.group, by_cuda=by_cuda), impl.group))
     return min(limits)

@@ -80,7 +80,8 @@ def longest_request(vllm_config: VllmConfig) -> Request:
         if getattr(layer, "kv_sharing_target_layer_name", None):
             continue
         if isinstance(layer, WindowLayer):
-            rings[name] = layer.find_spec(vllm_config)
+            if ring := layer.find_spec(vllm_config):
+                rings[name] = ring
         elif spec := layer.get_kv_cache_spec(vllm_config):
             is_packed = getattr(layer, "kv_cache_dtype", None) in FORMATS
             specs[name] = layer.get_attn_backend().customize_spec(spec) if isinstance(spec, AttentionSpec) else spec
@@ -158,8 +159,8 @@ def log_capacity(vllm_config: VllmConfig, block_size: int) -> None:
 
 
 class Reporting:
-    """Has a metadata builder, which stands behind it among a class's bases, report the cache when vLLM makes it: the
-    cache has its real size by then."""
+    """Reports the cache when vLLM makes a metadata builder: it has its real size by then. Stands before the builder
+    among a class's bases."""
 
     def __init__(
         self, kv_cache_spec: AttentionSpec, layer_names: list[str], vllm_config: VllmConfig, device: torch.device

@@ -18,7 +18,7 @@ from vllm.v1.metrics.loggers import StatLoggerBase
 
 from ..config_fields import BadInput
 from ..formats import FORMATS
-from ..model_shape import DENSE, bytes_per_token, parse
+from ..model_shape import DENSE, FP8, bytes_per_token, parse
 from ..settings.options import KEY
 
 if TYPE_CHECKING:
@@ -196,8 +196,9 @@ def stored_and_dense(config: VllmConfig, fmt: Format) -> tuple[int, int]:
         model = model.with_rope_bits(options.latent_rope_bits)
     layers = model.layers
     if parallel.pipeline_parallel_size > 1:
-        layers = layers[slice(*config.model_config.get_layers_start_end_indices(parallel))]
-    skipped, unpacked = set(config.cache_config.kv_cache_dtype_skip_layers), auto_cache(config) or DENSE
+        first, end = config.model_config.get_layers_start_end_indices(parallel)
+        layers = tuple(layer for layer in layers if first <= layer.number % model.config["num_hidden_layers"] < end)
+    skipped, unpacked = set(config.cache_config.kv_cache_dtype_skip_layers), FP8 if auto_cache(config) else DENSE
     dtypes = [unpacked if skipped & {str(layer.number), f"{layer.kind}_window"} else fmt.name for layer in layers]
     stored = bytes_per_token(zip(layers, dtypes, strict=True), config.model_config.dtype.itemsize)
     return stored, bytes_per_token((layer, DENSE) for layer in layers)

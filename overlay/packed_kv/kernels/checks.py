@@ -1,4 +1,4 @@
-"""Checks of the tensors that the host sides of all kernels are given, which assert, and a stride."""
+"""Checks, by assertions, of the tensors that kernels are given; and `head_stride`."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ as without it, so nothing ages, and the prefix cache, offloading and preemption 
 from __future__ import annotations
 
 from functools import cache, cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from vllm.config import get_layers_from_vllm_config
@@ -55,7 +55,7 @@ class WindowLayer(AttentionLayerBase):
         chunk_size = getattr(layer, "attention_chunk_size", None)
         return _of_chunks(backend, chunk_size) if chunk_size else backend
 
-    def get_kv_cache_spec(self, vllm_config: VllmConfig) -> KVCacheSpec:
+    def get_kv_cache_spec(self, vllm_config: VllmConfig) -> KVCacheSpec | None:
         self.spec = self.find_spec(vllm_config)
         return self.spec
 
@@ -72,8 +72,8 @@ class WindowLayer(AttentionLayerBase):
         """Tokens of a ring block; 0 as long as vLLM has not asked."""
         return 0 if self.spec is None else self.spec.ring_block_size
 
-    def find_spec(self, vllm_config: VllmConfig) -> RingSpec:
-        """Return the spec of `get_kv_cache_spec`, without a change to the layer."""
+    def find_spec(self, vllm_config: VllmConfig) -> RingSpec | None:
+        """Return the spec of `get_kv_cache_spec`, without a change to the layer. None: it has no cache."""
         specs = _specs(vllm_config)
         packed = specs[self.layer_name.removesuffix(SUFFIX)]
         side_by_side = _lie_side_by_side(vllm_config, specs)
@@ -99,6 +99,29 @@ class WindowLayer(AttentionLayerBase):
         fill(starts, starts[1:].clone(), ring.block_table, starts[:1].clone(), ring.first, **sizes)
 
 
+class FillerLayer(WindowLayer):
+    """A window layer that nothing reads, beside a draft model with pages like the target's.
+
+    vLLM deals the layers of each kind out to groups of one number of layers, by the kind that has the fewest. With
+    fewer rings than packed layers it would split these into two groups; the draft's layers would be in both, and vLLM
+    wants them in one. Fillers take no memory: a block holds the pages of the largest group.
+
+    number: of the filler; see `WindowLayer` for the rest.
+    """
+
+    def __init__(self, layer_name: str, window: int, slack: int, config: VllmConfig, number: int) -> None:
+        super().__init__(layer_name, window, slack, config)
+        self.number = number
+
+    def find_spec(self, vllm_config: VllmConfig) -> RingSpec | None:
+        """Return the spec, or None if the filler is not needed: there are as many rings as packed layers without it, or
+        layers of several kinds."""
+        specs = _specs(vllm_config)
+        layers = vllm_config.compilation_config.static_forward_context.values()
+        missing = len(specs) - sum(type(layer) is WindowLayer for layer in layers)
+        return super().find_spec(vllm_config) if len({*specs.values()}) == 1 and self.number < missing else None
+
+
 def window_tokens_of_model(config: VllmConfig) -> int:
     """Tokens of the recent window of the model that is being built: 0 of a draft. Raises OptionError."""
     layers = config.compilation_config.static_forward_context.values()
@@ -115,26 +138,12 @@ def add_window_layer(impl: object, window: int, slack: int, config: VllmConfig) 
     layers = config.compilation_config.static_forward_context
     name = next(name for name, layer in layers.items() if getattr(layer, "impl", None) is impl) + SUFFIX
     if name not in layers:
-        if not any(isinstance(layer, WindowLayer) for layer in layers.values()):
-            for number in range(_count_draft_layers(impl, config)):
-                layers[f"{name}-{number}"] = WindowLayer(name, window, slack, config)
+        draft = config.speculative_config
+        if draft and draft.uses_draft_model() and not any(isinstance(layer, WindowLayer) for layer in layers.values()):
+            for number in range(draft.draft_model_config.get_num_layers(draft.draft_parallel_config)):
+                layers[f"{name}-{number}"] = FillerLayer(name, window, slack, config, number)
         layers[name] = WindowLayer(name, window, slack, config)
     return layers[name]
-
-
-def _count_draft_layers(impl: Any, config: VllmConfig) -> int:
-    """Return how many layers a draft model has whose pages are as those of the layer whose `impl` it is.
-
-    The rings get as many window layers more, which nothing reads. All groups have as many layers then. Beside fewer
-    rings vLLM would split the packed layers into two groups, and the draft's, which it wants in one, with them. They
-    take no memory: a block holds the pages of the largest group.
-    """
-    draft = config.speculative_config
-    if draft is None or not draft.uses_draft_model() or draft.kv_cache_dtype not in (None, impl.kv_cache_dtype):
-        return 0
-    model, parallel = draft.draft_model_config, draft.draft_parallel_config
-    is_alike = (model.get_num_kv_heads(parallel), model.get_head_size()) == (impl.num_kv_heads, impl.head_size)
-    return model.get_num_layers(parallel) if is_alike else 0
 
 
 def _specs(config: VllmConfig) -> dict[str, KVCacheSpec]:
