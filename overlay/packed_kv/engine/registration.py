@@ -239,7 +239,7 @@ class PackedDTypeHandler:
         refuse(facts, self.name)
         if asked := said_of_cache(getattr(vllm_config.model_config.hf_config, "quantization_config", None) or {}):
             logger.info("KV cache dtype %s: %s", self.name, asked)
-        if facts.latents.is_mla and current_platform.is_cpu():
+        if facts.latents.is_mla and facts.engine.platform == "cpu":
             _warn_of_rotary_embedding(vllm_config)
         check_files(read_options(vllm_config.additional_config))
         check_tiers(vllm_config)
