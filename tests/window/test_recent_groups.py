@@ -104,10 +104,10 @@ def test_draft_layers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         assert any(accepted for _, accepted in counts)
 
 
-ALIKE, SLIDING, NARROW = {}, {"sliding_window": 64}, {"num_key_value_heads": 1}
+ALIKE, NARROW = {}, {"num_key_value_heads": 1}
 DRAFT_MODELS = {
     "two layers": ("llama", 2, ALIKE, 2), "as many layers": ("llama", 3, ALIKE, 3),
-    "one layer": ("llama", 1, ALIKE, 1), "sliding layers": ("mistral", 3, SLIDING, 0),
+    "one layer": ("llama", 1, ALIKE, 1),
     "other heads": ("llama", 2, NARROW, 0),
 }  # fmt: skip
 """Kind of a draft, its layers, options, and the window layers that are added to the target's."""
