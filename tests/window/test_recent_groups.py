@@ -104,24 +104,22 @@ def test_draft_layers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         assert any(accepted for _, accepted in counts)
 
 
-ALIKE, NARROW = {}, {"num_key_value_heads": 1}
 DRAFT_MODELS = {
-    "two layers": ("llama", 2, ALIKE, 2), "as many layers": ("llama", 3, ALIKE, 3),
-    "one layer": ("llama", 1, ALIKE, 1),
-    "other heads": ("llama", 2, NARROW, 0),
+    "one layer": (1, {}, 1), "two layers": (2, {}, 2), "as many layers": (3, {}, 3),
+    "other heads": (2, {"num_key_value_heads": 1}, 0),
 }  # fmt: skip
-"""Kind of a draft, its layers, options, and the window layers that are added to the target's."""
+"""Layers of a draft, its options, and the window layers that are added to the target's."""
 
 
-@pytest.mark.parametrize(("kind", "layers", "options", "fillers"), DRAFT_MODELS.values(), ids=DRAFT_MODELS)
+@pytest.mark.parametrize(("layers", "options", "fillers"), DRAFT_MODELS.values(), ids=DRAFT_MODELS)
 def test_draft_models(
-    kind: str, layers: int, options: dict, fillers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    layers: int, options: dict, fillers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """vLLM keeps both models' layers in one group if they are alike, and the rings in another."""
     exact_products.install(monkeypatch)
     config = tiny_models.llama()
     model = tiny_models.save(config, tmp_path / "model")
-    draft = tiny_models.save(getattr(tiny_models, kind)(num_hidden_layers=layers, **options), tmp_path / "draft")
+    draft = tiny_models.save(tiny_models.llama(num_hidden_layers=layers, **options), tmp_path / "draft")
     prompts = [random_tokens(90), [7] * 60]
     with engine(model, DTYPE, recent_tokens=WINDOW, **ENGINE) as llm:
         plain = generate(llm, prompts, 30)
@@ -137,6 +135,19 @@ def test_draft_models(
         assert len(names) == 2 * config.num_hidden_layers + layers + fillers
         if fillers:
             assert [len(group) for group in groups] == [config.num_hidden_layers + layers] * 2
+
+
+def test_a_sliding_draft_model_gets_no_fillers(tmp_path: Path) -> None:
+    """Three kinds of layers, a group each. Tokens are not compared: with such a draft vLLM 0.32.0 answers differently
+    on a CPU, with any KV-cache dtype."""
+    sliding = {"sliding_window": 64, "layer_types": ["sliding_attention"] * 3}
+    model, draft = (tiny_models.save(tiny_models.llama(**options), tmp_path / name)
+                    for name, options in (("model", {}), ("draft", sliding)))  # fmt: skip
+    speculation = {"method": "draft_model", "model": draft, "num_speculative_tokens": 3}
+    with engine(model, DTYPE, recent_tokens=WINDOW, speculative_config=speculation, **ENGINE) as llm:
+        groups = [group.layer_names for group in scheduler(llm).kv_cache_config.kv_cache_groups]
+        assert [len(names) for names in groups] == [3, 3, 3]
+        assert not any(f"{SUFFIX}-" in name for names in groups for name in names)
 
 
 def count_drafts(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
