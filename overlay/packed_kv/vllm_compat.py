@@ -104,7 +104,10 @@ def cpu_instructions(dtype: torch.dtype, block_size: int, head_dim: int) -> str:
     """Name of the instructions that vLLM's attention on a CPU uses, which its ops are given as `isa`."""
     from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
-    return _get_attn_isa(dtype, block_size, head_dim)
+    isa = _get_attn_isa(dtype, block_size, head_dim)
+    if isa == "amx":
+        torch.cpu._init_amx()  # Linux kills a process that has not asked for tiles; vLLM leaves it to oneDNN's products
+    return isa
 
 
 def unknown_architecture(names: list[str], *, has_code: bool) -> str:
