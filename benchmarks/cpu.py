@@ -14,7 +14,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -24,6 +24,7 @@ from packed_kv.formats import FORMATS
 from packed_kv.kernels.cpu.compiler import Target, best_target, processor, target_of
 from packed_kv.kernels.cpu.decode import CpuDecode
 from packed_kv.reference.attention import AttentionOptions, attend
+from packed_kv.vllm_compat import cpu_instructions
 from rows import append, commit_here, machine
 
 BLOCK_SIZE, DISTINCT_TOKENS, SWEEP_BYTES, BOUND = 128, 512, 1 << 26, 3e-4
@@ -103,10 +104,9 @@ def choose_op(isa: str) -> None:
 def vllm_attention(shape: Shape) -> Callable[[], None]:
     """The same by vLLM's op over a cache in bf16."""
     from vllm import _custom_ops as ops
-    from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
     query, table, starts, lengths = shape.batch()
-    isa = _get_attn_isa(torch.bfloat16, BLOCK_SIZE, shape.head_dim, "auto")
+    isa = cpu_instructions(torch.bfloat16, BLOCK_SIZE, shape.head_dim)
     some = torch.randn(1, shape.kv_heads, 2 * BLOCK_SIZE, shape.head_dim).bfloat16()
     key, value = some.repeat(table.numel(), 1, 1, 1).chunk(2, dim=2)
     output, options = torch.empty_like(query), {"causal": True, "seq_lens": lengths}
@@ -120,7 +120,7 @@ def vllm_attention(shape: Shape) -> Callable[[], None]:
     return lambda: ops.cpu_attention_with_kv_cache(**tensors, **options)
 
 
-def alternate(sides: dict[str, Callable[[], None]], repetitions: int) -> dict[str, list[float]]:
+def alternate(sides: Mapping[str, Callable[[], object]], repetitions: int) -> dict[str, list[float]]:
     """Seconds of each side, sorted, the sides taking turns."""
     clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
     sweep = torch.zeros(SWEEP_BYTES, dtype=torch.uint8)

@@ -3,7 +3,8 @@
     python benchmarks/cpu_latents.py [--dtypes NAME ...] [--shapes R,N,H ...] [--threads N] [--csv FILE]
 
 Shapes are requests, tokens of each, query heads; latents have 512 channels, 64 of RoPE. Both sides, and the PyTorch
-route, take turns as in cpu.py. No time is printed of a kernel that is not within 3e-4 of the reference.
+route, take turns as in cpu.py. vLLM's op is that of the backend that it chooses for this processor. No time is printed
+of a kernel that is not within 3e-4 of the reference, or of an op that is not within 1e-2, as bf16 is, of attention.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from packed_kv.reference.latent_attention import attend
 from rows import append, commit_here, machine
 
 RANK, ROPE, BLOCK_SIZE, VLLM_BLOCK_SIZE = 512, 64, 128, 16
-SCALE = 0.07
+SCALE, OP_BOUND = 0.07, 1e-2
 SHAPES = ("1,4096,16", "8,1024,16", "1,4096,32", "1,4096,128", "8,1024,128")
 """DeepSeek-V2-Lite's heads, twice as many, and DeepSeek-V3's."""
 
@@ -68,15 +69,52 @@ def packed_latents(name: str, shape: Shape) -> tuple[Callable[[], None], Callabl
     return lambda: kernel(*batch[:-1], output), lambda: attend(codec, *batch, None)
 
 
-def vllm_latents(shape: Shape) -> Callable[[], None]:
-    """Return the same by vLLM's op over a cache in bf16."""
+def vllm_latents(shape: Shape) -> tuple[str, Callable[[], torch.Tensor]]:
+    """Return the name of the backend that vLLM chooses here, and the same by its op over a cache in bf16."""
+    layer, has_amx = Layer(shape, VLLM_BLOCK_SIZE), torch.cpu._is_amx_tile_supported()
+    cache = torch.zeros(layer.table.numel() * VLLM_BLOCK_SIZE, RANK + ROPE, dtype=torch.bfloat16)
+    cache[layer.slots] = layer.rows
+    op = _amx_op(layer, cache) if has_amx else _plain_op(layer, cache)
+    keys, queries = layer.rows[: shape.tokens].float(), layer.query[0].float()
+    wanted = torch.softmax(queries @ keys.T * SCALE, dim=-1) @ keys[:, :RANK]
+    error = ((op()[0] - wanted).square().mean() / wanted.square().mean()).sqrt().item()
+    if error > OP_BOUND:
+        raise ValueError(f"the error of vLLM's op is {error:.1e}, above {OP_BOUND}")
+    return "AMX_MLA" if has_amx else "CPU_MLA", op
+
+
+def _plain_op(layer: Layer, cache: torch.Tensor) -> Callable[[], torch.Tensor]:
     from vllm import _custom_ops as ops
 
-    layer = Layer(shape, VLLM_BLOCK_SIZE)
-    cache = torch.zeros(layer.table.numel(), VLLM_BLOCK_SIZE, RANK + ROPE, dtype=torch.bfloat16)
-    cache.view(-1, RANK + ROPE)[layer.slots] = layer.rows
-    output = layer.query.new_empty(shape.requests, shape.heads, RANK)
-    return lambda: ops.mla_decode_kvcache_cpu(output, layer.query, cache, SCALE, layer.table, layer.lengths)
+    output, pages = layer.query.new_empty(*layer.query.shape[:2], RANK), cache.view(-1, VLLM_BLOCK_SIZE, RANK + ROPE)
+
+    def run() -> torch.Tensor:
+        ops.mla_decode_kvcache_cpu(output, layer.query, pages, SCALE, layer.table, layer.lengths)
+        return output
+
+    return run
+
+
+def _amx_op(layer: Layer, cache: torch.Tensor) -> Callable[[], torch.Tensor]:
+    from vllm import _custom_ops as ops
+    from vllm.v1.attention.backends.mla import amx_mla
+
+    torch.cpu._init_amx()
+    requests, heads, _ = layer.query.shape
+    rows = amx_mla._expand_block_table(layer.table, VLLM_BLOCK_SIZE)
+    splits = amx_mla._compute_num_kv_splits(int(layer.lengths.max()), torch.get_num_threads())
+    keys, pool, lengths = cache.unsqueeze(1), torch.arange(requests), layer.lengths.long()
+
+    def run() -> torch.Tensor:  # what AMXMLAImpl.forward_mqa does
+        output = layer.query.new_zeros(requests, heads, RANK)
+        sums = torch.zeros(requests, heads, splits, RANK + 1)
+        ops.cpu_mla_decode(
+            layer.query, keys, keys[..., :RANK], output, None, None, None, sums, rows, pool, lengths, SCALE, 0.0, False,
+            0, None, None,
+        )  # fmt: skip
+        return output
+
+    return run
 
 
 def main() -> None:
@@ -93,9 +131,15 @@ def main() -> None:
         shape = Shape(*map(int, text.split(",")))
         for name in arguments.dtypes:
             packed, pytorch = packed_latents(name, shape)
-            sides = {"auto": vllm_latents(shape), "packed": packed, "pytorch": pytorch}
+            backend, op = vllm_latents(shape)
+            sides = {"auto": op, "packed": packed, "pytorch": pytorch}
             times = {side: seconds[0] for side, seconds in alternate(sides, arguments.repetitions).items()}
-            row: dict[str, object] = {"dtype": name, **shape._asdict(), "threads": arguments.threads}
+            row: dict[str, object] = {
+                "dtype": name,
+                **shape._asdict(),
+                "threads": arguments.threads,
+                "vllm_backend": backend,
+            }
             row |= {"target": best_target().name} | {f"{side}_ms": f"{s * 1e3:.2f}" for side, s in times.items()}
             row["ratio"] = f"{times['packed'] / times['auto']:.2f}"
             row["ratio_to_pytorch"] = f"{times['packed'] / times['pytorch']:.2f}"
