@@ -17,8 +17,10 @@ from packed_kv.formats import FORMATS
 from packed_kv.layout import MEAN_BLOCK, ring_slot_bytes
 from packed_kv.reference.attention import AttentionOptions
 from packed_kv.rope import Rope
+from packed_kv.vllm_compat import cpu_instructions
 from page_codecs import page_codec
 from vllm.platforms import current_platform
+from vllm.v1.attention.backends import cpu_attn
 
 pytestmark = pytest.mark.skipif(not current_platform.is_cpu(), reason="vLLM's attention op is that of its CPU platform")
 HEADS, KV_HEADS, BLOCK, WINDOW = 6, 2, 32, 64
@@ -194,3 +196,13 @@ def test_layers_share_a_scratch_cache() -> None:
         for heads, engine in ((6, 4), (2, 4), (6, 5))
     ]
     assert layers[0].scratch is layers[1].scratch is not layers[2].scratch
+
+
+@pytest.mark.parametrize("isa", ["amx", "vec"])
+def test_tiles_are_asked_for(isa: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Linux kills a process that runs vLLM's op on AMX tiles before it asked for them."""
+    asked: list[str] = []
+    monkeypatch.setattr(cpu_attn, "_get_attn_isa", lambda *_: isa)
+    monkeypatch.setattr(torch.cpu, "_init_amx", lambda: asked.append("tiles"))
+    assert cpu_instructions(torch.bfloat16, 128, 64) == isa
+    assert asked == ["tiles"] * (isa == "amx")
