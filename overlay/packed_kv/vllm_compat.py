@@ -3,7 +3,6 @@ of vLLM, which no other module imports or reads (`tests/test_imports.py`)."""
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -99,7 +98,6 @@ def cpu_ops() -> Any:
     return _custom_ops
 
 
-@functools.cache
 def cpu_instructions(dtype: torch.dtype, block_size: int, head_dim: int) -> str:
     """Name of the instructions that vLLM's attention on a CPU uses, which its ops are given as `isa`."""
     from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
