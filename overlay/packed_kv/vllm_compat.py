@@ -99,7 +99,8 @@ def cpu_ops() -> Any:
 
 
 def cpu_instructions(dtype: torch.dtype, block_size: int, head_dim: int) -> str:
-    """Name of the instructions that vLLM's attention on a CPU uses, which its ops are given as `isa`."""
+    """Name of the instructions that vLLM's attention on a CPU uses, which its ops are given as `isa`. The process may
+    use them afterwards."""
     from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
     isa = _get_attn_isa(dtype, block_size, head_dim)
