@@ -31,9 +31,10 @@ def attention(query: torch.Tensor, sources: list[Source], scale: float) -> torch
     rows = query.double().unflatten(1, (kv_heads, -1))  # [rows, KV heads, query heads of each, channels]
     scores, values = [], []
     for key, value, seen in sources:
-        products = torch.einsum("qhgd,khd->hgqk", rows, key.double()) * scale
-        scores.append(products.masked_fill(~seen, float("-inf")))
-        values.append(value.double())
+        read = seen.any(0)  # most sources have few of the tokens that are read
+        products = torch.einsum("qhgd,khd->hgqk", rows, key[read].double()) * scale
+        scores.append(products.masked_fill(~seen[:, read], float("-inf")))
+        values.append(value[read].double())
     weights = torch.cat(scores, dim=-1).softmax(-1)
     return torch.einsum("hgqk,khd->qhgd", weights, torch.cat(values)).flatten(1, 2)
 
