@@ -12,7 +12,8 @@ from packed_kv.attention import prefill
 from packed_kv.attention.latent import decode as latent_decode
 from packed_kv.formats import FORMATS
 from packed_kv.kernels.ahead import Ahead
-from packed_kv.selftest import checks, latents, launches
+from packed_kv.kernels.triton import launch as triton_launch
+from packed_kv.selftest import checks, latents, launches, timing
 from packed_kv.selftest.requests import Shape
 from test_gather import flash_attention
 from test_shares import Workspace
@@ -41,8 +42,8 @@ def _machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         launches, "cpu_kernels", lambda _fmt, layer, *sizes: launches.cuda_kernels(layer, "auto", *sizes)
     )
+    monkeypatch.setattr(checks, "STEPS", STEPS)
     for module in (checks, latents):
-        monkeypatch.setattr(module, "STEPS", STEPS)
         monkeypatch.setattr(module, "MOST", [11, 46])
         monkeypatch.setattr(module, "REPEATS", {"Triton": 1})
     monkeypatch.setattr(latents, "RANK", 64)
@@ -57,17 +58,25 @@ def noted(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return found
 
 
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> set[Any]:
+    """Variants that a step would wait for."""
+    found: set[Any] = set()
+    monkeypatch.setattr(triton_launch, "wait_for", lambda variant, _kernel: found.add(variant))
+    return found
+
+
 def check_pairs(window: int) -> list[checks.Check]:
-    fmt, shape = FORMATS["turboquant25"], Shape(64, 1, 2, window)
+    fmt, shape = FORMATS["turboquant25"], Shape(64, 1, 2, window, longest=4)
     layer = launches.PairLayer(fmt, shape, CPU, checks.DTYPE, "auto", 2, 64)
     assert layer.kernel == "Triton" and layer.own_is_raw
     layer.compile_ahead()
     return list(checks.check_pairs(fmt, layer, CPU))
 
 
-def test_pairs(noted: list[Any]) -> None:
+def test_pairs(noted: list[Any], launched: set[Any]) -> None:
     found = check_pairs(window=16)
-    assert len(noted) > 6
+    assert len(noted) > 6 and launched <= {*noted}
     assert {check.part for check in found} == {"store", "gather", "decode", "merge"}
     assert not [check for check in found if not check.is_right]
 
@@ -84,12 +93,26 @@ def test_a_fault_is_found(noted: list[Any], monkeypatch: pytest.MonkeyPatch) -> 
     assert {check.part for check in check_pairs(window=0) if not check.is_right} >= {"merge"}
 
 
-def test_latents(noted: list[Any]) -> None:
-    fmt, shape = FORMATS["turboquant25"], Shape(96, 1, 4, 16)
+def test_the_timed_step(noted: list[Any], launched: set[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is noted, and no more is; keys and values that heads share are compared as well."""
+    monkeypatch.setattr(timing, "SHAPE", Shape(64, 2, 2, 16))
+    monkeypatch.setitem(timing.SIZES, "cpu", (2, 40, 16))
+    timed = timing.TimedBatch(FORMATS["turboquant25"], CPU, "auto")
+    timed.compile_ahead()
+    assert not launched
+    timed.packed()()
+    assert launched == {*noted}
+    assert timed.layer.kernel == "Triton" and timed.check().is_right
+    timed.output[-1, -1] *= 1.05  # of the last head
+    assert not timed.check().is_right
+
+
+def test_latents(noted: list[Any], launched: set[Any]) -> None:
+    fmt, shape = FORMATS["turboquant25"], Shape(96, 1, 4, 16, longest=4)
     layer = launches.LatentLayer(fmt, latents.RANK, latents.ROPE_DIM, shape, CPU, checks.DTYPE, "auto", 2)
     layer.kernels, layer.kernel = launches.cuda_latents(layer.codec, shape, checks.DTYPE, "auto", 2)
     layer.compile_ahead()
     found = list(latents.check_latents(fmt, layer, CPU))
-    assert len(noted) > 4
+    assert len(noted) > 4 and launched <= {*noted}
     assert layer.kernel == "Triton" and len(found) > 8
     assert not [check for check in found if not check.is_right]

@@ -70,6 +70,8 @@ class Row:
         self.name, self.kernel, self.device, self.fmt = name, kernel, device, FORMATS[name]
         self.pairs = pair_layers(self.fmt, device, kernel)
         self.latents = latent_layers(self.fmt, device, kernel)
+        self.timed = TimedBatch(self.fmt, device, kernel)
+        self.timed.compile_ahead()
 
     def run(self) -> dict[str, Any]:
         """Return what the row found; see docs/commands.md."""
@@ -79,7 +81,7 @@ class Row:
             found += check_pairs(self.fmt, layer, self.device)
         for latents in self.latents:
             found += check_latents(self.fmt, latents, self.device)
-        for result in time_step(TimedBatch(self.fmt, self.device, self.kernel)):
+        for result in time_step(self.timed):
             if isinstance(result, Times):
                 times = result
             else:

@@ -12,7 +12,9 @@ from .launches import PYTORCH, PairLayer
 from .reference import Reference, relative_rms
 from .requests import POISON, RequestBatch, Requests, Shape
 
-SHAPES = (Shape(128, 2, 4, 64), Shape(64, 2, 4, 0), Shape(128, 1, 8, 0), Shape(64, 3, 3, 64))
+SHAPES = (Shape(128, 2, 4, 64, longest=4), Shape(128, 2, 4, 0), Shape(64, 3, 3, 64))
+"""Few, and one with drafts: a GPU's first run compiles some 10 kernels for a shape and a dtype, which takes most of its
+time. The second has most of the first's. `timing.SHAPE` is one more."""
 STEPS: tuple[tuple[str, dict[int, int]], ...] = (
     ("prompt", {0: 5, 1: 70, 2: 150, 3: 700}),
     ("gather", {0: 1, 1: 2, 2: 33, 3: 90}),
@@ -21,7 +23,7 @@ STEPS: tuple[tuple[str, dict[int, int]], ...] = (
     ("merge", {3: 1}),
 )
 """Name of a step, and new tokens of its requests: prompts, chunks beside decodes, decodes alone and with drafts, and
-one decode that splits its request."""
+one decode that splits its request. See `steps`."""
 MOST = [sum(new.get(request, 0) for _, new in STEPS) for request in range(4)]
 DTYPE = torch.float16
 """Dtype of activations: the finer of the two that engines take."""
@@ -51,6 +53,11 @@ class Check:
         return self.error <= self.bound and not self.differ
 
 
+def steps(shape: Shape) -> list[tuple[str, dict[int, int]]]:
+    """Return those of `STEPS` that a layer has: without drafts, none in which decodes have any."""
+    return [(name, new) for name, new in STEPS if name != "decode" or max(new.values()) <= shape.longest]
+
+
 def vectors(rows: int, heads: int, channels: int, seed: int, dtype: torch.dtype = DTYPE) -> torch.Tensor:
     """Random [rows, heads, channels] on the CPU, the first channels large, as those of models."""
     made = torch.randn(rows, heads, channels, generator=torch.Generator().manual_seed(seed))
@@ -72,13 +79,13 @@ def pair_layers(fmt: Format, device: torch.device, kernel: str) -> list[PairLaye
 
 
 def check_pairs(fmt: Format, layer: PairLayer, device: torch.device) -> Iterator[Check]:
-    """Take requests through `STEPS`: bytes of pages and rings, outputs, and the same from repeated launches."""
+    """Take requests through the steps: bytes of pages and rings, outputs, and the same from repeated launches."""
     shape = layer.shape
-    requests = Requests(MOST, shape.window, device)
+    requests = Requests(MOST, shape, device)
     reference = Reference(fmt, shape, requests, own_is_raw=layer.own_is_raw)
     cache, ring = (torch.full_like(x, POISON).to(device) for x in (reference.cache, reference.ring))
     of_ring = ring if shape.window else None
-    for number, (name, new) in enumerate(STEPS):
+    for number, (name, new) in enumerate(steps(shape)):
         batch = requests.step(new)
         rows, case = batch.starts[-1], f"{shape}: {name} {tuple(new.values())}"
         heads = (shape.query_heads, shape.kv_heads, shape.kv_heads)

@@ -11,7 +11,6 @@ from ..kernels.cpu.compiler import BuildError, best_target, find_compiler, proce
 from ..kernels.cuda import refusal
 from ..refusals import LEAST_CAPABILITY
 from .checks import SHAPES
-from .requests import LONGEST_DECODE
 
 GIB = 1 << 30
 NEEDED_GIB = {"cuda": 3.0, "cpu": 1.5}
@@ -92,7 +91,7 @@ def kernels(device: torch.device) -> tuple[str, ...]:
         return ("auto",)
     capability = torch.cuda.get_device_capability(device)
     served = [
-        refusal(capability, shape.head_dim, shape.group, LONGEST_DECODE, group_bits=fmt.group_bits(shape.head_dim))
+        refusal(capability, shape.head_dim, shape.group, shape.longest, group_bits=fmt.group_bits(shape.head_dim))
         for shape in SHAPES
         for fmt in FORMATS.values()
     ]

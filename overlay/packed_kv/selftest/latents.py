@@ -13,13 +13,13 @@ from ..formats import Format
 from ..layout import MICRO_BLOCK
 from ..reference.latent_attention import page_lens
 from ..window.slots import fill_slots
-from .checks import DTYPE, MOST, REPEATS, STEPS, Check, rounds_that_differ, share_of_bytes, vectors
+from .checks import DTYPE, MOST, REPEATS, Check, rounds_that_differ, share_of_bytes, steps, vectors
 from .launches import LatentLayer
 from .reference import Source, attention, relative_rms
-from .requests import BLOCK, LONGEST_DECODE, POISON, RING_BLOCK, RequestBatch, Requests, Shape
+from .requests import BLOCK, POISON, RING_BLOCK, RequestBatch, Requests, Shape
 
 RANK, ROPE_DIM = 512, 64
-SHAPES = (Shape(192, 1, 16, 64), Shape(192, 1, 16, 0))
+SHAPES = (Shape(192, 1, 16, 64, longest=4), Shape(192, 1, 16, 0))
 """16 query heads, of 128 channels and 64 of RoPE before latents are folded in."""
 DECODE_BOUND, GATHER_BOUND = 2e-3, 2.0**-11
 """Relative RMS errors: of outputs in fp16, and of rows that are rounded to fp16."""
@@ -54,7 +54,7 @@ class LatentReference:
         if self.shape.window:
             fill_slots(
                 *_bounds(batch), batch.ring_table.cpu(), slots, first, block_size=RING_BLOCK,
-                ring_blocks=self.requests.ring_blocks, window=self.shape.window, longest_decode=LONGEST_DECODE,
+                ring_blocks=self.requests.ring_blocks, window=self.shape.window, longest_decode=self.shape.longest,
             )  # fmt: skip
             self.codec.write_ring(self.ring, slots, latent, rope)
         return first
@@ -101,13 +101,13 @@ class LatentReference:
 
 
 def check_latents(fmt: Format, layer: LatentLayer, device: torch.device) -> Iterator[Check]:
-    """Take requests through `STEPS`; chunks of prompts are gathered, which vLLM's own attention then reads."""
+    """Take requests through the steps; chunks of prompts are gathered, which vLLM's own attention then reads."""
     shape = layer.shape
-    requests = Requests(MOST, shape.window, device)
+    requests = Requests(MOST, shape, device)
     reference = LatentReference(fmt, shape, requests)
     cache, ring = (torch.full_like(x, POISON).to(device) for x in (reference.cache, reference.ring))
     of_ring = ring if shape.window else None
-    for number, (name, new) in enumerate(STEPS):
+    for number, (name, new) in enumerate(steps(shape)):
         batch = requests.step(new)
         rows, case = batch.starts[-1], f"latents, {shape.group} heads, window {shape.window}: {name}"
         latent, rope = (vectors(rows, 1, n, 2 * number).squeeze(1) for n in (RANK, ROPE_DIM))

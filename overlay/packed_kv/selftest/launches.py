@@ -11,22 +11,24 @@ from vllm.platforms import current_platform
 from vllm.v1.worker.workspace import init_workspace_manager
 
 from ..attention import cpu
+from ..attention.choice import Limits
 from ..attention.latent import cpu as latent_cpu
 from ..attention.latent.in_pytorch import PrefixChunk, RecentContext, ReferenceLatents
 from ..attention.layer import PairAttention, PairKernels
 from ..attention.metadata import Batch, PackedMetadata
 from ..attention.protocols import DecodeBatch, DecodeKernel, NewTokens, PrefillKernel, StoreKernel
 from ..attention.store import LatentStore, PairStore
-from ..attention.warmup import PairWarmup, warm_up_latents
+from ..attention.warmup import PairWarmup, release, warm_up_latents
 from ..codecs.latent import LatentCodec
 from ..codecs.pages import PagedCodec
 from ..codecs.ring import Ring
 from ..formats import Format
+from ..kernels.ahead import Ahead
 from ..reference.attention import AttentionOptions
 from ..window.layer import SUFFIX, WindowLayer
 from ..window.metadata import WindowMetadata, slot_filler
 from ..window.step import WindowStep
-from .requests import BLOCK, LONGEST_DECODE, RING_BLOCK, RequestBatch, Shape
+from .requests import BLOCK, RING_BLOCK, RequestBatch, Shape, ring_blocks
 
 HEAD_DIMS = (64, 128)
 PYTORCH = "PyTorch"
@@ -63,14 +65,14 @@ class PairLayer:
         self.shape, self.dtype = shape, dtype
         self.codec = PagedCodec(fmt, shape.head_dim, device=device)
         layer = (self.codec, shape.query_heads, shape.kv_heads, AttentionOptions(shape.head_dim**-0.5))
-        sizes = (dtype, max_requests, max_tokens)
+        sizes = (dtype, Limits(shape.longest, max_requests), max_tokens)
         kernels = cuda_kernels(layer, kernel, *sizes) if device.type == "cuda" else cpu_kernels(fmt, layer, *sizes)
         store, decode, prefill, self.kernel = kernels
         writes = PairStore(store, None if decode is None else decode.kind)
         self.attention = PairAttention(PairKernels(*layer, writes, decode, prefill))
         self.own_is_raw = prefill is not None
         """True if a prompt's rows read the step's own tokens before quantisation."""
-        self.window = _window_layer(shape.window) if shape.window else None
+        self.window = _window_layer(shape) if shape.window else None
 
     def compile_ahead(self) -> None:
         """Have all kernels of the layer compiled in other threads, as vLLM's profiling run does."""
@@ -82,6 +84,16 @@ class PairLayer:
             for heads in (shape.query_heads, shape.kv_heads, shape.kv_heads)
         )
         PairWarmup(self.attention, query, key, value, BLOCK, self.window).run(shares_cache=False)
+
+    def compile_step(self, batch: RequestBatch, *tensors: torch.Tensor) -> None:
+        """Have the kernels of a step of decodes compiled in other threads. tensors: query, key, value, cache, ring and
+        output, see `forward`; a block of cache and ring will do."""
+        if self.kernel in (PYTORCH, "C++"):
+            return
+        kernels = self.attention.kernels
+        with Ahead():
+            self.forward(batch, *tensors)
+            release(kernels.store.kernel, kernels.decode)
 
     def forward(
         self, batch: RequestBatch, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, cache: torch.Tensor,
@@ -127,7 +139,7 @@ class LatentLayer:
     ) -> None:  # fmt: skip
         self.shape, self.dtype, self.scale = shape, dtype, shape.head_dim**-0.5
         self.codec = LatentCodec(fmt, rank, rope_dim, device)
-        self.window = _window_layer(shape.window) if shape.window else None
+        self.window = _window_layer(shape) if shape.window else None
         if device.type == "cuda":
             self.kernels, self.kernel = cuda_latents(self.codec, shape, dtype, kernel, max_requests)
         else:
@@ -180,24 +192,24 @@ PairSizes = tuple[PagedCodec, int, int, AttentionOptions]
 """Codec, query heads, KV heads and options of a layer."""
 
 
-def cuda_kernels(layer: PairSizes, kernel: str, dtype: torch.dtype, max_requests: int, max_tokens: int) -> Kernels:
+def cuda_kernels(layer: PairSizes, kernel: str, dtype: torch.dtype, limits: Limits, max_tokens: int) -> Kernels:
     """Return the kernels that `PackedAttentionImpl` makes on a GPU."""
-    from ..attention.choice import Limits  # these import Triton, which the CPU platform may lack
+    # These import Triton, which the CPU platform may lack.
     from ..attention.decode import HopperPairs, PairLayout, pair_kernel
     from ..attention.prefill import FlashPrefill, find_flash_attention
     from ..attention.triton_store import TritonPairStore
 
     codec, _, kv_heads, _ = layer
-    layout = PairLayout(*layer, Limits(LONGEST_DECODE, max_requests))
+    layout = PairLayout(*layer, limits)
     rotation = layout.rotation()
     decode = pair_kernel(layout, rotation, kernel)
     flash = find_flash_attention(codec.key.head_dim, codec.value.head_dim, dtype, None)
-    prefill = None if flash is None else FlashPrefill(*layer, max_tokens, max_requests, flash)
+    prefill = None if flash is None else FlashPrefill(*layer, max_tokens, limits.max_requests, flash)
     name = "CUDA" if isinstance(decode, HopperPairs) else "Triton"
     return TritonPairStore(codec, kv_heads, rotation), decode, prefill, name
 
 
-def cpu_kernels(fmt: Format, layer: PairSizes, dtype: torch.dtype, max_requests: int, max_tokens: int) -> Kernels:
+def cpu_kernels(fmt: Format, layer: PairSizes, dtype: torch.dtype, limits: Limits, max_tokens: int) -> Kernels:
     """Return the kernels that `PackedAttentionImpl` makes on a CPU: without a C++ compiler, in PyTorch."""
     sizes = cpu.Sizes(max_tokens, dtype, engine=0)
     store, decode, prefill = cpu.find_kernels(fmt, layer[0].key.head_dim, *layer, sizes)
@@ -212,12 +224,11 @@ def cuda_latents(
     codec: LatentCodec, shape: Shape, dtype: torch.dtype, kernel: str, max_requests: int
 ) -> tuple[OverLatents, str]:
     """Return the kernels of a GPU, and the name of the decode kernel."""
-    from ..attention.choice import Limits
     from ..attention.latent.decode import HopperLatents, LatentLayout, latent_kernel
     from ..attention.latent.prefix import TritonLatentPrefix
     from ..attention.triton_store import TritonLatentStore
 
-    sizes = shape.group, shape.head_dim**-0.5, dtype, Limits(LONGEST_DECODE, max_requests)
+    sizes = shape.group, shape.head_dim**-0.5, dtype, Limits(shape.longest, max_requests)
     decode = latent_kernel(LatentLayout(codec, *sizes, None, shape.window), kernel)
     kernels = LatentStore(TritonLatentStore(codec)), decode, TritonLatentPrefix(codec)
     return kernels, "CUDA" if isinstance(decode, HopperLatents) else "Triton"
@@ -229,13 +240,12 @@ def cpu_latents(fmt: Format, codec: LatentCodec, scale: float, dtype: torch.dtyp
     return (LatentStore(store), decode, prefix), PYTORCH if isinstance(decode, ReferenceLatents) else "C++"
 
 
-def _window_layer(window: int) -> WindowLayer:
+def _window_layer(shape: Shape) -> WindowLayer:
     """A window layer whose ring blocks are those of `Requests`."""
     config: Any = SimpleNamespace(compilation_config=SimpleNamespace(static_forward_context={}))
-    layer = WindowLayer(f"selftest{SUFFIX}", window, LONGEST_DECODE, config)
-    ring_blocks = -(-(window + LONGEST_DECODE) // RING_BLOCK) + 1
-    sizes = {"window": window, "slack": LONGEST_DECODE, "ring_block_size": RING_BLOCK}
-    layer.spec = cast(Any, SimpleNamespace(**sizes, ring_blocks=ring_blocks))
+    layer = WindowLayer(f"selftest{SUFFIX}", shape.window, shape.longest, config)
+    sizes = {"window": shape.window, "slack": shape.longest, "ring_block_size": RING_BLOCK}
+    layer.spec = cast(Any, SimpleNamespace(**sizes, ring_blocks=ring_blocks(shape)))
     return layer
 
 

@@ -11,7 +11,7 @@ from ..codecs.pages import PagedCodec
 from ..formats import Format
 from ..layout import MICRO_BLOCK, ring_slot_bytes
 from ..window.slots import fill_slots
-from .requests import BLOCK, LONGEST_DECODE, POISON, RING_BLOCK, RequestBatch, Requests, Shape
+from .requests import BLOCK, POISON, RING_BLOCK, RequestBatch, Requests, Shape
 
 
 class Source(NamedTuple):
@@ -81,7 +81,7 @@ class Reference:
             starts, lengths = (torch.tensor(x, dtype=torch.int32) for x in (batch.starts, batch.lengths))
             fill_slots(
                 starts, lengths, batch.ring_table.cpu(), slots, first, block_size=RING_BLOCK,
-                ring_blocks=self.requests.ring_blocks, window=self.shape.window, longest_decode=LONGEST_DECODE,
+                ring_blocks=self.requests.ring_blocks, window=self.shape.window, longest_decode=self.shape.longest,
             )  # fmt: skip
             rings.write(self.ring, slots, *self.codec.prepare(key, value, positions))
         return first

@@ -9,20 +9,20 @@ import torch
 
 BLOCK, RING_BLOCK = 32, 8
 """Tokens of a block of pages, and of a ring block."""
-LONGEST_DECODE = 4
-"""Query tokens of a decode, drafts included."""
 POISON = 0xFF
 """Byte that pages and rings hold before anything is stored: scales of the largest numbers."""
 
 
 @dataclass(frozen=True)
 class Shape:
-    """Heads of a layer, channels of one, tokens of the recent window (0: none)."""
+    """Heads of a layer, channels of one, tokens of the recent window (0: none), and query tokens of its longest decode,
+    drafts included."""
 
     head_dim: int
     kv_heads: int
     group: int
     window: int
+    longest: int = 1
 
     @property
     def query_heads(self) -> int:
@@ -32,12 +32,17 @@ class Shape:
         return f"{self.query_heads}/{self.kv_heads} heads of {self.head_dim}, window {self.window}"
 
 
+def ring_blocks(shape: Shape) -> int:
+    """Ring blocks of a request, as in `RingSpec`."""
+    return -(-(shape.window + shape.longest) // RING_BLOCK) + 1
+
+
 @dataclass(frozen=True)
 class RequestBatch:
     """A step's requests, the decodes first.
 
     `requests`: their numbers. `starts`: first row of each, and the end of the last. `lengths`: tokens of each, the
-    step's included. `decodes`: requests of up to `LONGEST_DECODE` rows. On the device: `block_table` and `ring_table`
+    step's included. `decodes`: requests of up to `Shape.longest` rows. On the device: `block_table` and `ring_table`
     int32 [requests, blocks], `slots` and `positions` int64 [rows].
     """
 
@@ -64,21 +69,21 @@ class Requests:
 
     Args:
         most: tokens of each request at its end.
-        window: of the layer.
+        shape: of the layer.
         device: of tables.
         block_size: tokens of a block.
     """
 
-    def __init__(self, most: list[int], window: int, device: torch.device, block_size: int = BLOCK) -> None:
-        self.device, self.block_size, self.lengths = device, block_size, [0] * len(most)
+    def __init__(self, most: list[int], shape: Shape, device: torch.device, block_size: int = BLOCK) -> None:
+        self.longest, self.device, self.block_size, self.lengths = shape.longest, device, block_size, [0] * len(most)
         blocks = [-(-tokens // block_size) for tokens in most]
         self.blocks = sum(blocks) + 2
         order = torch.randperm(self.blocks, generator=torch.Generator().manual_seed(5)).to(torch.int32)
         self.table = torch.zeros(len(most), max(blocks), dtype=torch.int32)
         for row, first, count in zip(self.table, accumulate(blocks, initial=0), blocks, strict=False):
             row[:count] = order[first : first + count]
-        self.ring_blocks = -(-(window + LONGEST_DECODE) // RING_BLOCK) + 1
-        """Ring blocks of a request, as in `RingSpec`. Block 0 is nobody's."""
+        self.ring_blocks = ring_blocks(shape)
+        """Of a request. Block 0 is nobody's."""
         number = torch.arange(-(-max(most) // RING_BLOCK)) % self.ring_blocks
         own = 1 + self.ring_blocks * torch.arange(len(most))[:, None]
         self.ring_table = (own + number).to(torch.int32)
@@ -93,8 +98,8 @@ class Requests:
             slots.append(blocks * self.block_size + places % self.block_size)
             positions.append(places)
             self.lengths[request] += count
-        decodes = next((i for i, count in enumerate(counts) if count > LONGEST_DECODE), len(counts))
-        assert all(count > LONGEST_DECODE for count in counts[decodes:]), counts
+        decodes = next((i for i, count in enumerate(counts) if count > self.longest), len(counts))
+        assert all(count > self.longest for count in counts[decodes:]), counts
         rows = [*new]
         tensors = (self.table[rows], self.ring_table[rows], torch.cat(slots), torch.cat(positions))
         lengths = [self.lengths[request] for request in rows]

@@ -25,7 +25,7 @@ SHAPE = Shape(128, 8, 4, 64)
 SIZES = {"cuda": (32, 8192, 16), "cpu": (8, 2048, 128)}
 """Requests of a batch, tokens of each (more than a GPU's caches hold), and tokens of a block, as vLLM's default."""
 DISTINCT_TOKENS = 512
-"""Tokens that are stored; their blocks repeat."""
+"""Tokens that are stored, of one KV head: their blocks repeat, and the other heads have the same."""
 SWEEP_BYTES, TURNS = 1 << 26, 7
 BOUND = {"C++": 3e-4 + 2.0**-8, PYTORCH: 2.0**-8, "CUDA": 6e-3, "Triton": 6e-3}
 """Relative RMS error in bf16, whose outputs are rounded to 2^-8, as in `checks.DECODE_BOUND`."""
@@ -45,7 +45,7 @@ class TimedBatch:
         count, tokens, self.block_size = SIZES[device.type]
         self.fmt, self.device, self.tokens = fmt, device, tokens
         self.layer = PairLayer(fmt, SHAPE, device, torch.bfloat16, kernel, count, tokens)
-        self.requests = Requests([tokens] * count, SHAPE.window, device, self.block_size)
+        self.requests = Requests([tokens] * count, SHAPE, device, self.block_size)
         self.requests.lengths = [tokens - 1] * count
         self.batch = self.requests.step(dict.fromkeys(range(count), 1))
         heads = (SHAPE.query_heads, SHAPE.kv_heads, SHAPE.kv_heads)
@@ -53,21 +53,26 @@ class TimedBatch:
         self.query, self.key, self.value = (x.to(device) for x in made)
         self.output = torch.full_like(self.query, float("nan"))
 
+    def compile_ahead(self) -> None:
+        """Have the kernels of the step compiled in other threads."""
+        sizes = (self.block_size, self.layer.codec.slot_bytes), (RING_BLOCK, ring_slot_bytes(SHAPE.head_dim))
+        memory = (torch.zeros(1, SHAPE.kv_heads, *size, dtype=torch.uint8, device=self.device) for size in sizes)
+        self.layer.compile_step(self.batch, self.query, self.key, self.value, *memory, self.output)
+
     def packed(self) -> Callable[[], None]:
         """Store and attention over pages and rings."""
         codec = PagedCodec(self.fmt, SHAPE.head_dim)
         blocks, block_size = DISTINCT_TOKENS // self.block_size, self.block_size
-        some = torch.zeros(blocks, SHAPE.kv_heads, block_size, codec.slot_bytes, dtype=torch.uint8)
-        stored = [vectors(DISTINCT_TOKENS, SHAPE.kv_heads, SHAPE.head_dim, i).float() for i in (7, 8)]
-        codec.write(some, torch.arange(DISTINCT_TOKENS), *stored)
+        some = torch.zeros(blocks, 1, block_size, codec.slot_bytes, dtype=torch.uint8)
+        codec.write(some, torch.arange(DISTINCT_TOKENS), *_of_one_head(DISTINCT_TOKENS, 7))
         some = some.to(self.device)
-        self.cache = some.repeat(-(-self.requests.blocks // len(some)), 1, 1, 1)[: self.requests.blocks].contiguous()
+        repeats = -(-self.requests.blocks // blocks), SHAPE.kv_heads, 1, 1
+        self.cache = some.repeat(repeats)[: self.requests.blocks].contiguous()
         blocks = 1 + self.requests.ring_blocks * len(self.batch.requests)
-        slot = ring_slot_bytes(SHAPE.head_dim)
-        ring = torch.zeros(blocks, SHAPE.kv_heads, RING_BLOCK, slot, dtype=torch.uint8)
-        held = [vectors(blocks * RING_BLOCK, SHAPE.kv_heads, SHAPE.head_dim, i).float() for i in (9, 10)]
-        rings.write(ring, torch.arange(len(held[0])), *codec.prepare(*held))
-        self.ring = ring.to(self.device)
+        ring = torch.zeros(blocks, 1, RING_BLOCK, ring_slot_bytes(SHAPE.head_dim), dtype=torch.uint8)
+        held = codec.prepare(*_of_one_head(blocks * RING_BLOCK, 9))
+        rings.write(ring, torch.arange(len(held[0])), *held)
+        self.ring = ring.to(self.device).repeat(1, SHAPE.kv_heads, 1, 1)
         bounds = (torch.tensor(x, dtype=torch.int32).to(self.device) for x in (self.batch.starts, self.batch.lengths))
         tensors = (*bounds, self.query, self.key, self.value, self.cache, self.ring, self.output)
         return lambda: self.layer.launch(self.batch, *tensors)
@@ -76,7 +81,7 @@ class TimedBatch:
         """Compare the last request's output with attention in fp64 over its pages and its ring."""
         codec, end, row = PagedCodec(self.fmt, SHAPE.head_dim), self.tokens, len(self.query) - 1
         blocks = self.requests.table[row, : -(-end // self.block_size)].long()
-        cache, token = self.cache[blocks.to(self.device)].cpu(), torch.arange(end)
+        cache, token = self.cache[blocks.to(self.device), :1].cpu(), torch.arange(end)
         numbers = torch.arange(-(-end // MICRO_BLOCK))
         pages = [x[:, :end].transpose(0, 1) for x in codec.read(cache, numbers)]
         first = end - SHAPE.window
@@ -84,11 +89,18 @@ class TimedBatch:
         recent = rings.read(self.ring.cpu(), slots + token[first:] % RING_BLOCK)
         sources = []
         for held, seen in ((pages, token < first), (recent, torch.ones(SHAPE.window, dtype=torch.bool))):
-            key, value = (one.restore(x) for one, x in zip(codec.codecs, held, strict=True))
+            key, value = (
+                one.restore(x).expand(-1, SHAPE.kv_heads, -1) for one, x in zip(codec.codecs, held, strict=True)
+            )
             sources.append(Source(key, value, seen[None]))
         wanted = attention(self.query[row:].cpu(), sources, SHAPE.head_dim**-0.5)
         error = relative_rms(self.output[row:].cpu(), wanted)
         return Check("decode", f"{SHAPE}: {len(self.query)} x {end} in bf16", error, BOUND[self.layer.kernel])
+
+
+def _of_one_head(tokens: int, seed: int) -> list[torch.Tensor]:
+    """Keys and values, fp32 [tokens, 1, channels]."""
+    return [vectors(tokens, 1, SHAPE.head_dim, seed + i).float() for i in range(2)]
 
 
 def bf16_on_cuda(
