@@ -117,7 +117,7 @@ def _repeated(
     starts, lengths = (torch.tensor(x, dtype=torch.int32).to(cache.device) for x in (batch.starts, batch.lengths))
 
     def run() -> None:
-        layer.launch(batch, starts, lengths, *inputs, cache, ring, output)
+        layer.attention.forward(layer.step(batch, starts, lengths, *inputs, cache, ring, output))
 
     def restore() -> None:
         output.fill_(float("nan"))

@@ -109,13 +109,17 @@ class PairLayer:
         device = cache.device
         starts = torch.tensor(batch.starts, dtype=torch.int32, device=device)
         lengths = torch.tensor(batch.lengths, dtype=torch.int32, device=device)
-        self.launch(batch, starts, lengths, query, key, value, cache, ring, output)
+        self.attention.forward(self.step(batch, starts, lengths, query, key, value, cache, ring, output))
 
-    def launch(
+    def step(
         self, batch: RequestBatch, starts: torch.Tensor, lengths: torch.Tensor, query: torch.Tensor, key: torch.Tensor,
         value: torch.Tensor, cache: torch.Tensor, ring: torch.Tensor | None, output: torch.Tensor,
-    ) -> None:  # fmt: skip
-        """The same with int32 `starts` and `lengths` on the device: decodes alone can be captured into a graph."""
+    ) -> Batch:  # fmt: skip
+        """Return what `attention.forward` takes, with metadata made anew, which an engine's layers share.
+
+        Made and run in a graph's capture, decodes alone are replayed. `starts` and `lengths`: int32, on the device; the
+        other tensors as `forward` has them.
+        """
         metadata = PackedMetadata(
             num_actual_tokens=batch.starts[-1], block_table=batch.block_table, slot_mapping=batch.slots,
             positions=batch.positions, query_start_loc=starts, seq_lens=lengths, query_starts=batch.starts,
@@ -127,7 +131,7 @@ class PairLayer:
             slots, first = _fill_slots(self.window, batch, starts, lengths)
             self.window.kv_cache = ring
             window = WindowStep(self.window, WindowMetadata(batch.ring_table, slots, first), is_shared=False)
-        self.attention.forward(Batch(query, key, value, cache, metadata, output, window))
+        return Batch(query, key, value, cache, metadata, output, window)
 
 
 class LatentLayer:
