@@ -83,7 +83,7 @@ class Requests:
         for row, first, count in zip(self.table, accumulate(blocks, initial=0), blocks, strict=False):
             row[:count] = order[first : first + count]
         self.ring_blocks = ring_blocks(shape)
-        """Of a request. Block 0 is nobody's."""
+        """Ring blocks of a request. Block 0 is nobody's."""
         number = torch.arange(-(-max(most) // RING_BLOCK)) % self.ring_blocks
         own = 1 + self.ring_blocks * torch.arange(len(most))[:, None]
         self.ring_table = (own + number).to(torch.int32)
