@@ -115,10 +115,10 @@ class PairLayer:
         self, batch: RequestBatch, starts: torch.Tensor, lengths: torch.Tensor, query: torch.Tensor, key: torch.Tensor,
         value: torch.Tensor, cache: torch.Tensor, ring: torch.Tensor | None, output: torch.Tensor,
     ) -> Batch:  # fmt: skip
-        """Return what `attention.forward` takes, with metadata made anew, which an engine's layers share.
+        """Return what `attention.forward` takes. The layers of an engine share its metadata.
 
-        Made and run in a graph's capture, decodes alone are replayed. `starts` and `lengths`: int32, on the device; the
-        other tensors as `forward` has them.
+        A CUDA graph can capture this and `attention.forward`, if all of the batch are decodes. `starts` and `lengths`:
+        int32, on the device; the other tensors as `forward` has them.
         """
         metadata = PackedMetadata(
             num_actual_tokens=batch.starts[-1], block_table=batch.block_table, slot_mapping=batch.slots,
