@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import ctypes
 import json
-import os
-import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from packed_kv.calibration_file import FILE_NAME, RECIPES, CalibrationError, load
+from packed_kv.child_process import EXIT_INTERRUPTED, end_with
 from packed_kv.commands.arguments import EXIT_BAD_INPUT, LONGEST_LINE, Parser, given_of
 from packed_kv.json_file import printable
 from packed_kv.rope import rope_parameters
@@ -26,9 +24,6 @@ OF_A_RUN: dict[str, Any] = {
     "dtype": "auto", "seed": 0,
 }  # fmt: skip
 """Options of `model` that have no effect where no model runs, and their defaults. --context has one."""
-EXIT_INTERRUPTED = 130
-PR_SET_PDEATHSIG = 1
-"""Constant of Linux's <sys/prctl.h>."""
 
 
 def main(arguments: Sequence[str] | None = None, prog: str = "tq-calibrate") -> int:
@@ -126,7 +121,7 @@ def _check_engine(parser: argparse.ArgumentParser, options: argparse.Namespace) 
 
 def _model(options: argparse.Namespace) -> None:
     if options.parent:
-        _end_with(options.parent)
+        end_with(options.parent)
     from .run import calibrate
 
     calibrate(options)
@@ -157,13 +152,6 @@ def _report(options: argparse.Namespace) -> None:
     from .report import report
 
     print(report(options.file, options.out))
-
-
-def _end_with(parent: int) -> None:
-    """Have Linux kill this process when its parent ends, however that happens: it may hold a GPU's memory."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it ended before the call
-        sys.exit(EXIT_INTERRUPTED)
 
 
 def _object(text: str) -> dict:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,23 +20,24 @@ from packed_kv.selftest import __main__ as process
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 SECONDS = 120
-"""Kernels compiled, on an H100."""
+"""On an H100 or H200 with 16 cores, whether kernels are compiled or not."""
 
 
-def test_all_is_right_in_time() -> None:
-    """The second run has its kernels compiled. Where the CUDA kernel serves, each dtype has a row by it as well."""
+def test_all_is_right_in_time(tmp_path: Path) -> None:
+    """The first run compiles everything. Where the CUDA kernel serves, each dtype has a row by it as well."""
     command = [sys.executable, "-m", "packed_kv.commands.main", "selftest", "--json"]
+    caches = {"TRITON_CACHE_DIR": str(tmp_path / "triton"), "PACKED_KV_CACHE": str(tmp_path / "packed_kv")}
+    kernels = {"CUDA", "Triton"} if torch.cuda.get_device_capability() == CAPABILITY else {"Triton"}
     for _ in range(2):
         start = time.monotonic()
-        run = subprocess.run(command, capture_output=True, text=True, check=False)
+        run = subprocess.run(command, capture_output=True, text=True, check=False, env=os.environ | caches)
         seconds = time.monotonic() - start
         assert run.returncode == 0, run.stderr + run.stdout
-    kernels = {"CUDA", "Triton"} if torch.cuda.get_device_capability() == CAPABILITY else {"Triton"}
-    rows = json.loads(run.stdout)["rows"]
-    assert {(row["dtype"], row["kernel"]) for row in rows} == {(name, kernel) for name in FORMATS for kernel in kernels}
-    assert all(row["microseconds"] > 0 and row["bf16_microseconds"] > 0 for row in rows)
-    print(f"{seconds:.0f} s")
-    assert seconds < SECONDS
+        rows = json.loads(run.stdout)["rows"]
+        assert {(row["dtype"], row["kernel"]) for row in rows} == {(name, one) for name in FORMATS for one in kernels}
+        assert all(row["microseconds"] > 0 and row["bf16_microseconds"] > 0 for row in rows)
+        print(f"{seconds:.0f} s")
+        assert seconds < SECONDS
 
 
 def spoiled(attend: Callable[..., None]) -> Callable[..., None]:

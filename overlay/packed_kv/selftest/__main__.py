@@ -14,10 +14,13 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
+from vllm.platforms import current_platform
 
 from ..formats import FORMATS
+from ..kernels.ahead import wait_for_all
 from . import launches
 from .checks import Check, check_pairs, pair_layers
+from .compilers import Compilers
 from .device import CannotRun, describe, find_device, kernels
 from .latents import check_latents, latent_layers
 from .timing import TimedBatch, Times, time_step
@@ -36,15 +39,21 @@ def main(arguments: Sequence[str]) -> int:
     def say(what: dict[str, Any]) -> None:
         print(json.dumps(what), file=stream, flush=True)
 
-    run(say, asked["dtypes"], asked["device"], [tuple(row) for row in asked["done"]])
+    dtypes, device, done = asked["dtypes"], asked["device"], [tuple(row) for row in asked["done"]]
+    is_cpu = "cpu" in (device, current_platform.device_type)
+    run(say, dtypes, device, done, Compilers([] if is_cpu else dtypes, compile_kernels))
     return 0
 
 
-def run(say: Say, dtypes: list[str], asked: str, done: Iterable[tuple[str, str]]) -> None:
+def run(
+    say: Say, dtypes: list[str], asked: str, done: Iterable[tuple[str, str]], compilers: Compilers | None = None
+) -> None:
     """Report the rows of all dtypes and kernels, but for those that are `done`."""
     try:
         device = find_device(asked)
         say({"machine": describe(device)})
+        if compilers is not None:
+            compilers.run(device)
         rows = [(name, kernel) for name in dtypes for kernel in kernels(device) if (name, kernel) not in {*done}]
         launches.prepare(device, [FORMATS[name] for name in dtypes])
         made = []
@@ -61,6 +70,16 @@ def run(say: Say, dtypes: list[str], asked: str, done: Iterable[tuple[str, str]]
     except torch.OutOfMemoryError as error:
         first = str(error).splitlines()[0]
         say({"cannot": f"--device {asked}: {first}; end what holds the memory, or name another GPU: --device cuda:N"})
+
+
+def compile_kernels(dtypes: list[str], device: torch.device) -> None:
+    """Compile the kernels of all rows of the dtypes on a GPU."""
+    torch.cuda.set_device(device)
+    launches.prepare(device, [FORMATS[name] for name in dtypes])
+    for name in dtypes:
+        for kernel in kernels(device):
+            Row(name, kernel, device)
+    wait_for_all()
 
 
 class Row:
