@@ -1,8 +1,8 @@
 """Processes that compile the kernels of the self-test's dtypes side by side, before its own process makes the layers.
 
 The first part of a Triton compilation is Python code, which runs in one thread of a process at a time: for all dtypes,
-on 16 cores beside an H200, one process took 104 s and four take 58 s, which keeps the cores busy. What they compile stays
-in the caches on disk, where the self-test finds it. They are forked, as importing vLLM takes 19 s there.
+on 16 cores beside an H200, one process took 104 s and four take 58 s, which keeps the cores busy. What they compile
+stays in the caches on disk, where the self-test finds it. They are forked, as importing vLLM takes 19 s there.
 """
 
 from __future__ import annotations
