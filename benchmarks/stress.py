@@ -1,7 +1,7 @@
 """The CUDA kernels launched again and again from a graph, bits compared: a difference is a race.
 
-    python benchmarks/stress.py latents [--heads N ...] [--rounds N] [--seconds S]
-    python benchmarks/stress.py pairs [--rounds N] [--seconds S]
+    python benchmarks/stress.py latents [--heads N ...] [--requests N ...] [--rounds N] [--seconds S]
+    python benchmarks/stress.py pairs [--requests N ...] [--rounds N] [--seconds S]
 
 A round is a graph of several layers; every second one runs beside a copy of 128 MB. Its outputs are compared with those
 of the same launches outside of a graph, each of which latents wait for. A case is a batch, a dtype and, for latents, 16
@@ -38,15 +38,17 @@ Round = tuple[Callable[[], None], Callable[[], None] | None, list[torch.Tensor]]
 """A graph's launches, the same one by one if they can be, and the outputs."""
 Case = tuple[str, Callable[[], Iterator[Round]]]
 """A name, and what makes its rounds."""
+Shapes = list[tuple[int, int]]
+"""Requests of a batch, and tokens of each."""
 
 
-def latents(heads: list[int]) -> Iterator[Case]:
+def latents(shapes: Shapes, heads: list[int]) -> Iterator[Case]:
     from latent_kernels import RANK, ROPE
     from latent_layer import Case as Layers
     from packed_kv.codecs.latent import LatentCodec
     from packed_kv.formats import FORMATS
 
-    for count, (requests, context), (name, bits) in itertools.product(heads, LATENT_SHAPES, LATENT_CODES):
+    for count, (requests, context), (name, bits) in itertools.product(heads, shapes, LATENT_CODES):
         if count > 32 and (name, bits) != ("tq4", 16):
             continue
 
@@ -60,10 +62,10 @@ def latents(heads: list[int]) -> Iterator[Case]:
         yield f"{count} heads, {requests} x {context}, {name}, RoPE at {bits} bits", make
 
 
-def pairs() -> Iterator[Case]:
+def pairs(shapes: Shapes) -> Iterator[Case]:
     from pair_kernels import Layers
 
-    cases = itertools.product(PAIR_SHAPES, COLUMNS, PAIR_CODES, SETTINGS)
+    cases = itertools.product(shapes, COLUMNS, PAIR_CODES, SETTINGS)
     for (requests, context), (group, queries), name, (recent, spread, means) in cases:
 
         def make(of=(name, requests, context, recent, spread, means, group, queries)):
@@ -77,11 +79,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("kind", choices=("latents", "pairs"))
     parser.add_argument("--heads", nargs="+", type=int, default=[32, 24, 20, 16, 8, 64, 128], help="of latents")
+    parser.add_argument("--requests", nargs="+", type=int, help="of a batch (default: all)")
     parser.add_argument("--rounds", type=int, default=40, help="of each case (default: %(default)s)")
     parser.add_argument("--seconds", type=float, default=180)
     asked = parser.parse_args()
     end, rounds, differ, failed, cut_off = time.monotonic() + asked.seconds, 0, 0, 0, 0
-    for number, (name, make) in enumerate(latents(asked.heads) if asked.kind == "latents" else pairs()):
+    of_kind = LATENT_SHAPES if asked.kind == "latents" else PAIR_SHAPES
+    shapes = [shape for shape in of_kind if asked.requests is None or shape[0] in asked.requests]
+    for number, (name, make) in enumerate(latents(shapes, asked.heads) if asked.kind == "latents" else pairs(shapes)):
         if time.monotonic() > end:
             print(*([] if cut_off else ["time is up; cut off:\n"]), name)
             cut_off += 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -62,7 +63,7 @@ def test_a_table(process, capsys: pytest.CaptureFixture[str]) -> None:
     rows = row("tq4", kernel="CUDA", microseconds=30.0), row("tq4", "triton")
     asked = process(says({"machine": MACHINE}, {"begin": ["tq4", "auto"]}, *({"row": one} for one in rows), {"end": 2}))
     assert main(["selftest", "--dtypes", "tq4", "--device", "cuda:1"]) == 0
-    assert asked == [{"dtypes": ["tq4"], "device": "cuda:1", "done": []}]
+    assert asked == [{"dtypes": ["tq4"], "device": "cuda:1", "done": [], "parent": os.getpid()}]
     first, heads, by_cuda, by_triton, *_, last = capsys.readouterr().out.splitlines()
     assert first == "packed-kv selftest on NVIDIA L4; the first run compiles kernels"
     words = [" ".join(line.split()) for line in (heads, by_cuda, by_triton)]

@@ -104,11 +104,13 @@ def is_alive(pid: int) -> bool:
     [("cuda", "auto", ["tq3", "tq4"]), ("cuda", "cuda:1", ["tq3", "tq4"]), ("cpu", "auto", []), ("cuda", "cpu", [])],
 )
 def test_a_cpu_needs_none(platform: str, asked: str, names: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its kernels are one library."""
+    """Its kernels are one library. In any case the process ends with who started it."""
     made: list[Any] = []
+    parents: list[int] = []
     monkeypatch.setattr(process, "Compilers", lambda names, _compile: made.append(names))
     monkeypatch.setattr(process, "run", lambda *_arguments: None)
     monkeypatch.setattr(process.current_platform, "device_type", platform)
     monkeypatch.setattr(process.os, "dup2", lambda *_descriptors: None)
-    process.main([f'{{"dtypes": ["tq3", "tq4"], "device": "{asked}", "done": []}}'])
-    assert made == [names]
+    monkeypatch.setattr(process, "end_with", parents.append)
+    process.main([f'{{"dtypes": ["tq3", "tq4"], "device": "{asked}", "done": [], "parent": 1}}'])
+    assert (made, parents) == ([names], [1])

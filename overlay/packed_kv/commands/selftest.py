@@ -65,7 +65,7 @@ def events(dtypes: list[str], device: str) -> Iterator[dict[str, Any]]:
     while True:
         begun, found = None, {}
         with tempfile.TemporaryFile("w+", errors="replace") as said:
-            asked = json.dumps({"dtypes": dtypes, "device": device, "done": done})
+            asked = json.dumps({"dtypes": dtypes, "device": device, "done": done, "parent": os.getpid()})
             for event in _lines(asked, said):
                 found = event
                 if "begin" in event:
