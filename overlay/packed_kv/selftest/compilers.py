@@ -19,7 +19,7 @@ from ..child_process import end_with
 from ..formats import FORMATS
 
 HEAD_DIM = 128
-MOST_SECONDS = 300
+MOST_SECONDS = 500
 """After which processes are ended that still compile."""
 
 
