@@ -65,7 +65,7 @@ def test_a_table(process, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["selftest", "--dtypes", "tq4", "--device", "cuda:1"]) == 0
     assert asked == [{"dtypes": ["tq4"], "device": "cuda:1", "done": [], "parent": os.getpid()}]
     first, heads, by_cuda, by_triton, *_, last = capsys.readouterr().out.splitlines()
-    assert first == "packed-kv selftest on NVIDIA L4; the first run compiles kernels"
+    assert first == "packed-kv selftest on NVIDIA L4; the first run compiles kernels for one to four minutes"
     words = [" ".join(line.split()) for line in (heads, by_cuda, by_triton)]
     assert words == [
         "dtype kernel compared largest error and its bound differ us / bf16",

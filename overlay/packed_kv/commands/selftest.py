@@ -117,7 +117,8 @@ class Report:
         if "machine" in event:
             if not self.machine:
                 self.machine = event["machine"] | versions()
-                self._print(f"packed-kv selftest on {self.machine['device']}; the first run compiles kernels")
+                minutes = " for one to four minutes" if "capability" in self.machine else ""
+                self._print(f"packed-kv selftest on {self.machine['device']}; the first run compiles kernels{minutes}")
                 heads = ("dtype", "kernel", "compared", "largest error and its bound", "differ", "us", "/ bf16")
                 self._print(COLUMNS.format(*heads))
         elif "row" in event:
