@@ -44,7 +44,7 @@ def load_config(model: str) -> PretrainedConfig:
     """The configuration of a model. Raises UserError, also for an architecture without per-head K and V."""
     from transformers import AutoConfig
 
-    _check_reachable(model)
+    check_reachable(model)
     try:
         config = AutoConfig.from_pretrained(model)
     except LOAD_ERRORS as error:
@@ -72,15 +72,18 @@ def load_config(model: str) -> PretrainedConfig:
     return config
 
 
-def _check_reachable(model: str) -> None:
-    """Raise UserError for a model of a Hub that does not answer: transformers would try for half a minute."""
+def check_reachable(model: str) -> None:
+    """Raise UserError for a model of a Hub that does not answer: transformers would try for half a minute, vLLM for
+    two. A model of which the Hub's cache has a file may do without."""
+    from huggingface_hub.constants import HF_HUB_CACHE
     from huggingface_hub.errors import LocalEntryNotFoundError
 
-    if not Path(model).exists():
+    cached = Path(HF_HUB_CACHE, f"models--{model.replace('/', '--')}", "snapshots")
+    if not Path(model).exists() and not any(cached.glob("*/*")):
         try:
             config_file.load(model)
         except BadInput as error:
-            if isinstance(error.__cause__, LocalEntryNotFoundError):  # of all else transformers says why
+            if isinstance(error.__cause__, LocalEntryNotFoundError):  # of all else the engine says why
                 raise UserError(str(error)) from error
 
 

@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Any
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # read when vLLM is imported
 
 import vllm
-from vllm import LLM, SamplingParams
+from vllm import LLM, SamplingParams, envs
 from vllm.distributed import cleanup_dist_env_and_memory
 from vllm.engine.arg_utils import EngineArgs
 from vllm.platforms import current_platform
 
 from .errors import UserError, first_line
-from .model import LOAD_ERRORS, text_of_layer
+from .model import LOAD_ERRORS, check_reachable, text_of_layer
 from .ranks import join_ranks
 from .statistics import Statistics, check_head_size
 from .sums import Sums
@@ -42,6 +42,8 @@ class VllmModel:
     """A model as vLLM configures it; `options` are arguments of vLLM's `LLM`. Raises UserError."""
 
     def __init__(self, model: str, dtype: str, options: dict[str, Any]) -> None:
+        if not envs.VLLM_USE_MODELSCOPE:  # that hub is asked instead
+            check_reachable(model)
         self.name = model
         self.options: dict[str, Any] = {"dtype": dtype, **options}
         self.config = self._config()

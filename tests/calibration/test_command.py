@@ -22,9 +22,11 @@ import tq_calibrate
 from calibration_files import content, write
 from checkout import DEMO_MODEL
 from packed_kv.calibration_file import FILE_NAME, load
+from packed_kv.planning import config_file
 from packed_kv.rope import Rope, rope_parameters
 from tq_calibrate import collect
 from tq_calibrate.cli import main
+from tq_calibrate.errors import UserError
 
 TOKENS = ("--tokens", "512")
 
@@ -373,6 +375,29 @@ def test_heads_of_several_sizes_are_refused_before_anything_runs(
     heads = "2 KV heads of 64 channels, layer 1: 2 KV heads of 128 channels"
     said = f"layers differ in shape (layer 0: {heads}); a calibration file holds one size; use tq4, which needs no file"
     assert errors(capsys) == f"tq-calibrate: {said}"
+
+
+@pytest.mark.parametrize("engine", ["transformers", "vllm"])
+def test_a_hub_that_does_not_answer_is_asked_once(
+    engine: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By neither engine, unless the Hub's cache has files of the model."""
+    import tq_calibrate.vllm_engine
+
+    def load_anyway(*_arguments: object, **_options: object) -> None:
+        raise UserError("the engine asked")
+
+    monkeypatch.setattr(config_file, "_answers", lambda: False)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr("transformers.AutoConfig.from_pretrained", load_anyway)
+    monkeypatch.setattr(tq_calibrate.vllm_engine.VllmModel, "_config", load_anyway)
+    assert main(["model", "org/name", "--engine", engine]) == 2
+    assert "org/name is neither a folder nor a file" in (said := errors(capsys)) and "it does not answer" in said
+    snapshot = tmp_path / "models--org--name" / "snapshots" / "0123"
+    snapshot.mkdir(parents=True)
+    (snapshot / "params.json").write_text("{}")
+    assert main(["model", "org/name", "--engine", engine]) == 2
+    assert "the engine asked" in errors(capsys)
 
 
 @pytest.mark.parametrize("engine", ["transformers", "vllm"])
