@@ -51,7 +51,8 @@ def main(arguments: Sequence[str]) -> int:
 def run(
     say: Say, dtypes: list[str], asked: str, done: Iterable[tuple[str, str]], compilers: Compilers | None = None
 ) -> None:
-    """Report the rows of all dtypes and kernels, but for those that are `done`."""
+    """Report the rows of all dtypes and kernels, but for those that are `done`. `compilers` run once the device is
+    known."""
     try:
         device = find_device(asked)
         say({"machine": describe(device)})
