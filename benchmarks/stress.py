@@ -83,10 +83,15 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=40, help="of each case (default: %(default)s)")
     parser.add_argument("--seconds", type=float, default=180)
     asked = parser.parse_args()
+    is_latent = asked.kind == "latents"
+    contexts = dict(LATENT_SHAPES if is_latent else PAIR_SHAPES)
+    if unknown := {*(asked.requests or ())} - {*contexts}:
+        parser.error(
+            f"--requests: no batch of {asked.kind} has {min(unknown)}; those have {', '.join(map(str, contexts))}"
+        )
+    shapes = [(requests, contexts[requests]) for requests in asked.requests or contexts]
     end, rounds, differ, failed, cut_off = time.monotonic() + asked.seconds, 0, 0, 0, 0
-    of_kind = LATENT_SHAPES if asked.kind == "latents" else PAIR_SHAPES
-    shapes = [shape for shape in of_kind if asked.requests is None or shape[0] in asked.requests]
-    for number, (name, make) in enumerate(latents(shapes, asked.heads) if asked.kind == "latents" else pairs(shapes)):
+    for number, (name, make) in enumerate(latents(shapes, asked.heads) if is_latent else pairs(shapes)):
         if time.monotonic() > end:
             print(*([] if cut_off else ["time is up; cut off:\n"]), name)
             cut_off += 1

@@ -52,6 +52,7 @@ BESIDE = {
         "formats",
         "layout",
         "json_file",
+        "child_process",
         "config_defaults",
         "config_fields",
         "model_shape",

@@ -8,7 +8,7 @@ import signal
 import sys
 
 EXIT_INTERRUPTED = 130
-"""Exit code of a process that was told to stop."""
+"""Exit code of shells after Ctrl-C: 128 and the number of SIGINT."""
 PR_SET_PDEATHSIG = 1
 """Constant of Linux's <sys/prctl.h>."""
 

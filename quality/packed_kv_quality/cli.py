@@ -14,12 +14,12 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from packed_kv.child_process import EXIT_INTERRUPTED
 from packed_kv.commands.arguments import EXIT_BAD_INPUT, LONGEST_LINE, Parser
 from packed_kv.json_file import printable
 
 from .engines import prepare_environment
 
-EXIT_INTERRUPTED = 130
 COMMANDS = {
     "run": "everything: teacher-forced text, recall of planted facts, verdicts, plots",
     "teacher-forced": "perplexity of texts, KL divergence and agreement with the unquantized baseline; no verdicts",

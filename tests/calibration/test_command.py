@@ -381,7 +381,7 @@ def test_heads_of_several_sizes_are_refused_before_anything_runs(
 def test_a_hub_that_does_not_answer_is_asked_once(
     engine: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By neither engine, unless the Hub's cache has files of the model."""
+    """Before an engine asks it again and again. A model that has files in the Hub's cache is left to the engine."""
     import tq_calibrate.vllm_engine
 
     def load_anyway(*_arguments: object, **_options: object) -> None:

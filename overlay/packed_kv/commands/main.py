@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 
+from ..child_process import EXIT_INTERRUPTED
 from .arguments import EXIT_BAD_INPUT, Parser
 
 
@@ -25,8 +26,6 @@ class Command:
         return getattr(import_module(self.module), function)
 
 
-EXIT_INTERRUPTED = 130
-"""Exit code of shells after Ctrl-C: 128 and the number of SIGINT."""
 UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF)
 
 COMMANDS = {
