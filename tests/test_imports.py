@@ -11,8 +11,8 @@ from checkout import REPO
 
 PACKAGE = REPO / "overlay" / "packed_kv"
 FLOORS = (
-    "formats", "layout", "json_file", "child_process", "config_defaults", "config_fields", "state_layers",
-    "layer_kinds", "model_shape", "cache_scheme", "rope", "architectures",
+    "formats", "layout", "gpu_generations", "json_file", "child_process", "config_defaults", "config_fields",
+    "state_layers", "layer_kinds", "model_shape", "cache_scheme", "rope", "architectures",
     "facts", "config_facts", "refusals", "channel_calibration", "calibration_file", "codecs", "reference", "kernels",
     "vllm_compat", "settings", "window", "attention", "sharing", "engine", "plugin",
 )  # fmt: skip
@@ -24,6 +24,7 @@ BESIDE = {
     "selftest": {
         "formats",
         "layout",
+        "gpu_generations",
         "child_process",
         "refusals",
         "codecs",
@@ -36,6 +37,7 @@ BESIDE = {
     "planning": {
         "formats",
         "layout",
+        "gpu_generations",
         "json_file",
         "config_defaults",
         "config_fields",
@@ -51,6 +53,7 @@ BESIDE = {
     "commands": {
         "formats",
         "layout",
+        "gpu_generations",
         "json_file",
         "child_process",
         "config_defaults",
@@ -71,8 +74,8 @@ KNOWS_VLLM = {"vllm_compat", "settings", "window", "attention", "sharing", "engi
 PROBE = "commands.probe"
 """Imports vLLM, in a process of its own."""
 NO_TORCH = {
-    "formats", "layout", "json_file", "child_process", "config_defaults", "config_fields", "state_layers",
-    "layer_kinds", "model_shape", "cache_scheme", "rope", "architectures",
+    "formats", "layout", "gpu_generations", "json_file", "child_process", "config_defaults", "config_fields",
+    "state_layers", "layer_kinds", "model_shape", "cache_scheme", "rope", "architectures",
     "facts", "config_facts", "refusals", "channel_calibration", "calibration_file", "planning", "commands",
 }  # fmt: skip
 THIRD_PARTY = {"torch", "triton", "vllm", "transformers"}

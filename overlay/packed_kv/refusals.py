@@ -26,6 +26,7 @@ from .config_defaults import Config
 from .config_facts import facts_of_config
 from .facts import Cache, Connector, Facts, Layer, Vllm
 from .formats import FORMATS, GROUP_SIZE, HEAD_DIM_MULTIPLE, fits_value_dim
+from .gpu_generations import LEAST_CAPABILITY
 from .json_file import printable
 from .layout import MEAN_BLOCK, MICRO_BLOCK
 from .model_shape import MAX_PADDING, Model
@@ -34,7 +35,6 @@ AUTO_OPTION = "--kv-cache-dtype auto"
 AUTO = f"use {AUTO_OPTION} for this model"
 DRAFT_AUTO = 'add "kv_cache_dtype": "auto" to --speculative-config'
 """Remedy for a draft that packed pages cannot serve: the model keeps its dtype."""
-LEAST_CAPABILITY = (8, 0)
 SPARSE_SIZES = (512, 64)
 """Channels of latents and of their RoPE that sparse attention has: those of FlashMLA's kernel."""
 SPARSE_CAPABILITIES = (9, 10)

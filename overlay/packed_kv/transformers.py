@@ -29,6 +29,7 @@ from .json_file import printable
 from .kernels.cpu import tables
 from .kernels.cpu.compiler import BuildError
 from .kernels.cpu.vectors import CpuVectors
+from .kernels.served import Pairs, cpp_lacks
 from .layout import RECENT_TOKENS
 
 if TYPE_CHECKING:
@@ -267,7 +268,8 @@ class _Vectors:
 def _kernel_of(codec: PagedCodec, dtype: torch.dtype) -> CpuVectors | None:
     """The kernels of a layer on a CPU, or None; without a compiler a warning, once, says why."""
     key = codec.key
-    if key.device.type != "cpu" or dtype not in tables.ELEMENT_TYPES or tables.refusal(key.fmt, key.head_dim):
+    is_served = dtype in tables.ELEMENT_TYPES and not cpp_lacks(Pairs(key.fmt, key.head_dim, group=1))
+    if key.device.type != "cpu" or not is_served:
         return None
     try:
         return CpuVectors(codec)

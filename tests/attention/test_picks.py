@@ -10,7 +10,7 @@ import torch
 from packed_kv.attention.latent.picks import PickAttention, PickKernels, ReferencePicks
 from packed_kv.attention.step import StepCache
 from packed_kv.codecs.latent_rows import LatentRowCodec
-from packed_kv.kernels.cuda import CAPABILITY
+from packed_kv.kernels.cuda import runs_on
 from packed_kv.layout import ROW_TOKENS
 from packed_kv.reference.sparse_latents import count_picks
 from sparse_batches import (
@@ -27,7 +27,7 @@ from sparse_batches import (
     sinks_of,
 )
 
-READS_ROWS = [False, True] if ON_CUDA and torch.cuda.get_device_capability() == CAPABILITY else [False]
+READS_ROWS = [False, True] if ON_CUDA and runs_on(torch.cuda.get_device_capability()) else [False]
 """Decodes gathered, and read by the CUDA kernel where the card has it."""
 
 

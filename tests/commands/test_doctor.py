@@ -58,7 +58,7 @@ def probed(monkeypatch: pytest.MonkeyPatch):
         monkeypatch.setattr(doctor.subprocess, "run", run)
         return asked
 
-    monkeypatch.setattr(cuda, "_missing", lambda: None)
+    monkeypatch.setattr(cuda, "missing", lambda: None)
     return give
 
 

@@ -238,7 +238,7 @@ def test_profiling_compiles_what_steps_launch(
         launched.add(self.compilation((grid.warps, grid.is_final, length)))
 
     monkeypatch.setattr(cuda.CudaDecode, "__call__", lambda *a: None if current() else of_cuda(*a))
-    monkeypatch.setattr("packed_kv.kernels.cuda._missing", lambda: None)
+    monkeypatch.setattr("packed_kv.kernels.cuda.missing", lambda: None)
     card = SimpleNamespace(multi_processor_count=1, major=major, minor=0)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _device: card)
     codec = PagedCodec(FORMATS["tq4"], HEAD_DIM, device=DEVICE)

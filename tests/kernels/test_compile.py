@@ -183,7 +183,7 @@ def local_memory_in_the_loop(resources: Resources) -> list[str]:
     skips is for the tiles at the ends alone."""
     lines = re.findall(r"/\*([0-9a-f]{4,5})\*/\s+(.*?;)", resources.sass)
     code = [(int(address, 16), text) for address, text in lines]
-    jumps = [(at, int(target[1], 16)) for at, text in code if (target := re.search(r"\bBRA .*?(0x[0-9a-f]+)", text))]
+    jumps = [(at, int(target[1], 16)) for at, text in code if (target := re.search(r"\bBRA\b.*?(0x[0-9a-f]+)", text))]
     end, begin = next((at, target) for at, target in jumps if target < at)
     skipped = [(at, target) for at, target in jumps if begin <= at < target <= end]
     assert skipped, "the branch around the tiles at the ends is gone"

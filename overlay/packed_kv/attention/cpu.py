@@ -16,18 +16,18 @@ from vllm.logger import init_logger
 
 from ..formats import Format
 from ..kernels.ahead import Ahead, wait_for
-from ..kernels.cpu import decode, gather, store, tables
+from ..kernels.cpu import decode, gather, store
 from ..kernels.cpu.build import load_library
 from ..kernels.cpu.compiler import BuildError
 from ..kernels.cpu.constants import constants_header
 from ..kernels.kernel_layout import kernel_layout
+from ..kernels.served import CPP, Engine, Pairs, cpp_lacks, longest_of, who_serves
 from ..layout import page_layout
 from ..reference.attention import AttentionOptions
 from .context_shard import UNSHARDED, ContextShard
 from .cpu_prefill import CpuPrefill
 from .cpu_prefill import refusal as prefill_refusal
 from .protocols import DecodeBatch, DecodeKernel, StoreKernel
-from .routes import longest_fused
 from .store import DirectStore, reference_pair_store
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ class CpuPairs(DecodeKernel[DecodeBatch, None]):
 
     def __init__(self, codec: PagedCodec, query_heads: int, kv_heads: int, options: AttentionOptions) -> None:
         self.decode = decode.CpuDecode(codec, query_heads, kv_heads, options)
-        self.longest = longest_fused(query_heads // kv_heads, by_cuda=False)
+        self.longest = longest_of(CPP, Pairs(codec.key.fmt, codec.key.head_dim, query_heads // kv_heads))
 
     def attend(
         self, step: DecodeBatch, cache: torch.Tensor, queries: tuple[torch.Tensor, ...], ring: Ring | None = None,
@@ -89,10 +89,9 @@ def find_kernels(
     """
     attends = sizes.dtype != torch.float32
     in_pytorch = reference_pair_store(codec), None, None
-    if shard != UNSHARDED:
-        return in_pytorch
-    if refused := tables.refusal(fmt, head_dim):
-        warn_of_pytorch(fmt.name, f"the kernels do not serve {refused}")
+    served = who_serves(Engine("cpu", ranks=shard.ranks), Pairs(fmt, head_dim, query_heads // kv_heads))
+    if served.kernel != CPP:
+        warn_of_pytorch(fmt.name, served.reason)
         return in_pytorch
     wait_for_libraries(fmt, head_dim, attends=attends)
     layer = (codec, query_heads, kv_heads, options)
@@ -117,7 +116,7 @@ def find_kernels(
 
 def compile_ahead(fmt: Format, head_dim: int, *, attends: bool) -> None:
     """Begin to compile what a layer's routes need, in other threads, while vLLM loads the model."""
-    if tables.refusal(fmt, head_dim) is not None:
+    if cpp_lacks(Pairs(fmt, head_dim, group=1)):
         return
     with Ahead() as ahead:
         for name, load in _libraries(fmt, head_dim, attends=attends).items():

@@ -16,17 +16,16 @@ from vllm.v1.worker.workspace import current_workspace_manager
 from ..codecs.pages import PagedCodec
 from ..codecs.ring import Ring
 from ..kernels.cuda import launch as cuda
-from ..kernels.cuda import longest_query, refusal
+from ..kernels.served import CUDA, TRITON, Pairs, longest_of
 from ..kernels.triton.decode import MAX_REGISTERS, TILE_TOKENS, DecodeLaunch, DecodeShape
 from ..kernels.triton.launch import Launches, StepLaunch
 from ..kernels.triton.means import Means
 from ..kernels.triton.merge import MergeLaunch, merge_tile
 from ..kernels.triton.rotate import QueryRotation, RotateQueryLaunch, rotation_matrix
 from ..reference.attention import AttentionOptions
-from .choice import Limits, takes_cuda
+from .choice import Limits, find_kernel
 from .context_shard import UNSHARDED, ContextShard
 from .protocols import DecodeBatch, DecodeKernel
-from .routes import longest_fused
 
 
 @dataclass(frozen=True)
@@ -48,6 +47,14 @@ class PairLayout:
         """Return how the layer's queries are rotated, scaled and corrected for the means of keys."""
         means = Means.of(self.codec.key.transform, has_first=self.shard.has_first)
         return QueryRotation(rotation_matrix(self.codec.key, self.kv_heads), self.options.scale, means)
+
+    def asked(self) -> Pairs:
+        """Return what a kernel is asked to serve."""
+        codec, options = self.codec, self.options
+        return Pairs(
+            codec.key.fmt, codec.key.head_dim, self.query_heads // self.kv_heads, codec.value.head_dim,
+            options.sliding_window, options.logits_soft_cap, options.sinks is not None,
+        )  # fmt: skip
 
 
 class PairKind(NamedTuple):
@@ -200,7 +207,7 @@ class TritonPairs(DecodeKernel[TritonPairStep, None]):
     """The Triton kernel over the pages of one layer of pairs."""
 
     def __init__(self, layer: PairLayout, rotation: QueryRotation) -> None:
-        self.layer, self.longest = layer, longest_fused(layer.query_heads // layer.kv_heads, by_cuda=False)
+        self.layer, self.longest = layer, longest_of(TRITON, layer.asked())
         self.splits = Splits(layer, rotation, self.longest)
         self.shape, self.kind = self.splits.shape, self.splits.kind(by_cuda=False)
         self.bound: Launches = Launches()
@@ -248,7 +255,7 @@ class HopperPairs(DecodeKernel[HopperPairStep, None]):
 
     def __init__(self, layer: PairLayout, rotation: QueryRotation) -> None:
         limits, group = layer.limits, layer.query_heads // layer.kv_heads
-        self.layer, self.longest = layer, longest_fused(group, by_cuda=True)
+        self.layer, self.longest = layer, longest_of(CUDA, layer.asked())
         self.splits = Splits(layer, rotation, self.longest)
         self.shape, self.kind = self.splits.shape, self.splits.kind(by_cuda=True)
         self.bound: Launches = Launches()
@@ -338,12 +345,6 @@ class HopperPairs(DecodeKernel[HopperPairStep, None]):
 
 def pair_kernel(layer: PairLayout, rotation: QueryRotation, option: str) -> TritonPairs | HopperPairs:
     """Choose the decode kernel of a layer. `option`: "triton", or "auto": the CUDA kernel where it serves."""
-    codec, options, longest = layer.codec, layer.options, layer.limits.longest_decode
-    properties, group = torch.cuda.get_device_properties(codec.key.device), layer.query_heads // layer.kv_heads
-    refused = refusal(
-        (properties.major, properties.minor), codec.key.head_dim, group, longest, options.sliding_window,
-        options.logits_soft_cap, has_sinks=options.sinks is not None, value_dim=codec.value.head_dim,
-        group_bits=codec.layout.vector.group_bits, requests=layer.limits.max_requests,
-    )  # fmt: skip
-    by_cuda = takes_cuda(option, refused, f"GQA group {group}", longest, longest_query(group))
-    return (HopperPairs if by_cuda else TritonPairs)(layer, rotation)
+    asked = layer.asked()
+    served = find_kernel(layer.codec.key.device, option, layer.limits, asked, f"GQA group {asked.group}")
+    return (HopperPairs if served.kernel == CUDA else TritonPairs)(layer, rotation)

@@ -17,6 +17,7 @@ from ..calibration_file import LayerCalibration
 from ..codecs.pages import PagedCodec
 from ..facts import Attention, Cache, Drafts, Facts, Layer, Pages, Parallel
 from ..formats import FORMATS
+from ..kernels.served import Pairs
 from ..reference.attention import AttentionOptions
 from ..refusals import refuse
 from ..settings.calibration import find_calibration
@@ -119,6 +120,14 @@ class PackedAttentionImpl(AttentionImpl[PackedMetadata]):
         self.calibration = find_calibration(config, FORMATS[kv_cache_dtype])
         self.attention: PairAttention | ContextParallelAttention | None = None
         """Attention of the layer's steps; None before `build`."""
+
+    def asked(self) -> Pairs:
+        """Return what a decode kernel is asked to serve."""
+        options = self.options
+        return Pairs(
+            FORMATS[self.kv_cache_dtype], self.head_size, self.group, self.head_size_v, options.sliding_window,
+            options.logits_soft_cap, options.sinks is not None,
+        )  # fmt: skip
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
         """Add the window layer."""

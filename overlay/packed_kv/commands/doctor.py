@@ -24,14 +24,16 @@ from ..calibration_file import FILE_NAME, CalibrationError, why_no_file
 from ..calibration_file import load as load_calibration
 from ..config_fields import BadInput, nested
 from ..formats import FORMATS
+from ..gpu_generations import LEAST_CAPABILITY
 from ..json_file import printable
 from ..kernels.cpu.compiler import BuildError, best_target, find_compiler
-from ..kernels.cuda import CAPABILITY, LATENT, LATENT_ROWS, latent_refusal, refusal
+from ..kernels.cuda import LATENT, LATENT_ROWS, runs_on
 from ..kernels.kernel_cache import cache_folder, why_not_kept
+from ..kernels.served import CUDA, Engine, Latents, Pairs, who_serves
 from ..model_shape import Model, expanded_size, parse
 from ..planning.config_file import load, model_name
 from ..planning.plan import layers
-from ..refusals import LEAST_CAPABILITY, refusals_of_model, untried
+from ..refusals import refusals_of_model, untried
 from ..rope import Parameters
 from .arguments import EXIT_BAD_INPUT, GIB, LONGEST_LINE, Parser, installed_vllm
 
@@ -207,7 +209,8 @@ def _device(found: dict[str, Any], head_dim: int, group: int, has_latents: bool 
     if found["platform"] != "cuda" or not found["devices"]:
         yield Finding(False, f"no CUDA device answers (platform {found['platform']}); look at: nvidia-smi")
         return
-    capability = tuple(found["capability"])
+    major, minor = found["capability"]
+    capability = major, minor
     name = f"{found['devices']} x {found['device']}, compute capability {capability[0]}.{capability[1]}"
     if capability < LEAST_CAPABILITY:
         yield Finding(False, f"{name}: packed pages need 8.0 or later; use another GPU")
@@ -222,7 +225,7 @@ def _device(found: dict[str, Any], head_dim: int, group: int, has_latents: bool 
         yield Finding(True, f"decodes of latents are served by {_latent_kernel(capability)}")
     else:
         yield Finding(True, _decode_kernel(capability, head_dim, group))
-    if capability == CAPABILITY:
+    if runs_on(capability):
         yield from _cache()
     yield Finding(True, _triton_kernels())
     yield Finding(True, SELFTEST)
@@ -246,20 +249,20 @@ def _cache() -> Iterator[Finding]:
         yield Finding(False, f"each start would compile the kernels again: {reason}")
 
 
-def _latent_kernel(capability: tuple[int, ...]) -> str:
+def _latent_kernel(capability: tuple[int, int]) -> str:
     rank, rope_dim = LATENT
-    refused = latent_refusal((capability[0], capability[1]), rank, rope_dim, heads=1, query_len=1)
-    if refused:
-        return f"the Triton kernel (the CUDA kernel does not support {refused})"
+    served = who_serves(Engine("cuda", capability), Latents(None, rank, rope_dim, heads=1))
+    if served.kernel != CUDA:
+        return f"the Triton kernel ({served.reason})"
     shape = f"those of {rank} channels and {rope_dim} of RoPE"
     return f"the CUDA kernel: {shape}, up to {LATENT_ROWS} query heads of a GPU times query tokens; else by Triton's"
 
 
-def _decode_kernel(capability: tuple[int, ...], head_dim: int, group: int) -> str:
-    refused = refusal((capability[0], capability[1]), head_dim, group, query_len=1)
+def _decode_kernel(capability: tuple[int, int], head_dim: int, group: int) -> str:
+    served = who_serves(Engine("cuda", capability), Pairs(None, head_dim, group))
     heads = f"heads of {head_dim} channels, {group} query heads per KV head"
-    if refused:
-        return f"decodes of {heads} are served by the Triton kernel (the CUDA kernel does not support {refused})"
+    if served.kernel != CUDA:
+        return f"decodes of {heads} are served by the Triton kernel ({served.reason})"
     folder = cache_folder()
     number = len(list(folder.glob("decode-*.cubin")))
     state = f"{number} variants compiled in" if number else "to be compiled at the first start, into"

@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ...kernels.ahead import Ahead, wait_for
-from ...kernels.cpu import latent, tables
+from ...kernels.cpu import latent
 from ...kernels.cpu.compiler import BuildError
 from ...kernels.cpu.latent import CpuLatentPages
 from ...kernels.cpu.latent_decode import CpuLatentDecode
+from ...kernels.served import ANY, CPP, Engine, Latents, who_serves
 from ..cpu import warn_of_pytorch, without_error
 from ..protocols import DecodeBatch, DecodeKernel
 from ..store import DirectStore, reference_latent_store
@@ -35,7 +36,7 @@ SLOWER = "5 to 20 times"
 class CpuLatents(DecodeKernel[DecodeBatch, Attended]):
     """The C++ kernels over latents of one layer: see `ReferenceLatents`."""
 
-    kind, longest, bound = "cpu latents", 1 << 30, None
+    kind, longest, bound = "cpu latents", ANY, None
 
     def __init__(
         self, codec: LatentCodec, scale: float, constant: torch.Tensor | None, *, is_shard: bool = False
@@ -90,9 +91,9 @@ def find_kernels(
     """
     decode: ReferenceLatents | CpuLatents
     in_pytorch = ReferenceLatents(codec, scale, constant, is_shard=is_shard)
-    refused = tables.latent_refusal(fmt, codec.rank, codec.rope_dim)
-    reason = f"the kernels do not serve {refused}" if refused else ""
-    if not refused:
+    served = who_serves(Engine("cpu"), Latents(fmt, codec.rank, codec.rope_dim, heads=1))
+    reason = served.reason
+    if served.kernel == CPP:
         wait_for(LIBRARY)
         try:
             page_kernels, decode = CpuLatentPages(codec), in_pytorch

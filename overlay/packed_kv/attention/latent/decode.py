@@ -16,10 +16,10 @@ from vllm.v1.worker.workspace import current_workspace_manager
 from ...codecs.latent import LatentCodec
 from ...codecs.ring import Ring
 from ...kernels import power_of_2
-from ...kernels.cuda import LATENT_ROWS, latent_refusal
 from ...kernels.cuda import latent_launch as cuda
 from ...kernels.cuda import latent_ring_launch as cuda_ring
 from ...kernels.cuda.latent_schedule import LatentScheduler
+from ...kernels.served import CUDA, Latents
 from ...kernels.triton.latent_decode import (
     DecodeLatentsLaunch,
     MergeLatentsLaunch,
@@ -29,7 +29,7 @@ from ...kernels.triton.latent_decode import (
 )
 from ...kernels.triton.latent_ring import AttendLatentRingLaunch, split_lens
 from ...kernels.triton.launch import Launches, StepLaunch
-from ..choice import Limits, takes_cuda
+from ..choice import Limits, find_kernel
 from ..protocols import DecodeBatch, DecodeKernel
 
 Attended = tuple[torch.Tensor, torch.Tensor | None]
@@ -311,9 +311,7 @@ class HopperLatents(DecodeKernel[HopperLatentStep, Attended]):
 
 def latent_kernel(layer: LatentLayout, option: str) -> TritonLatents | HopperLatents:
     """Choose the decode kernel of a layer. `option`: "triton", or "auto": the CUDA kernel where it serves."""
-    codec, longest = layer.codec, layer.limits.longest_decode
-    capability, widths = torch.cuda.get_device_capability(codec.device), codec.layout.vector.group_bits
-    refused = latent_refusal(capability, codec.rank, codec.rope_dim, layer.heads, longest, widths)
-    heads = f"latents, {layer.heads} query heads"
-    by_cuda = takes_cuda(option, refused, heads, longest, LATENT_ROWS // layer.heads)
-    return (HopperLatents if by_cuda else TritonLatents)(layer)
+    codec = layer.codec
+    asked = Latents(codec.fmt, codec.rank, codec.rope_dim, layer.heads)
+    served = find_kernel(codec.device, option, layer.limits, asked, f"latents, {layer.heads} query heads")
+    return (HopperLatents if served.kernel == CUDA else TritonLatents)(layer)

@@ -13,11 +13,11 @@ import torch
 from ...kernels.checks import check_int32
 from ...kernels.cuda import latent_launch as cuda
 from ...kernels.cuda import latent_pick_launch as cuda_picks
-from ...kernels.cuda import latent_refusal
 from ...kernels.cuda.latent_schedule import LatentScheduler
+from ...kernels.served import CUDA, Latents
 from ...kernels.triton.launch import Launches
 from ...kernels.triton.sparse_picks import CountPicksLaunch
-from ..choice import takes_cuda
+from ..choice import Limits, find_kernel
 from ..step import StepKey
 from .picks import PickLayout
 from .sparse_metadata import SparseLatentMetadata
@@ -110,10 +110,10 @@ def pick_decode(layer: PickLayout, option: str, most_tokens: int, longest_decode
         most_tokens: query tokens of a batch's decodes.
         longest_decode: query tokens of a request, drafts included.
     """
-    codec, capability = layer.codec, torch.cuda.get_device_capability(layer.codec.device)
-    refused = latent_refusal(capability, codec.rank, codec.rope_dim, layer.heads, 1, codec.rows.page.vector.group_bits)
-    by_cuda = takes_cuda(
-        option, refused, f"picked latents, {layer.heads} query heads", longest_decode,
-        otherwise="Triton gathers picked latents to bf16 for FlashMLA, 1.3 to 1.7 times fp8_ds_mla's time on an H200",
+    codec = layer.codec
+    asked = Latents(codec.fmt, codec.rank, codec.rope_dim, layer.heads, are_picked=True)
+    served = find_kernel(
+        codec.device, option, Limits(longest_decode, most_tokens), asked, f"picked latents, {layer.heads} query heads",
+        "Triton gathers picked latents to bf16 for FlashMLA, 1.3 to 1.7 times fp8_ds_mla's time on an H200",
     )  # fmt: skip
-    return HopperPicks(layer, most_tokens) if by_cuda else None
+    return HopperPicks(layer, most_tokens) if served.kernel == CUDA else None
