@@ -29,6 +29,7 @@ from packed_kv.channel_calibration import UNCALIBRATED, ChannelCalibration
 from packed_kv.codecs.pages import PagedCodec
 from packed_kv.codecs.ring import Ring
 from packed_kv.formats import FORMATS
+from packed_kv.gpu_generations import generation_of
 from packed_kv.kernels.cuda import launch as cuda
 from packed_kv.kernels.triton import decode as decode_module
 from packed_kv.kernels.triton.means import Means
@@ -118,8 +119,9 @@ class Layers:
         forward = rotation_matrix(self.codec.key, KV_HEADS)
         backward = rotation_matrix(self.codec.value, KV_HEADS, inverse=True)
         sm_count = torch.cuda.get_device_properties(0).multi_processor_count
+        generation = generation_of(torch.cuda.get_device_capability(0))
         shape = decode_module.DecodeShape(KV_HEADS, group, HEAD_DIM)
-        grid = cuda.Grid(1, splits or shape.splits(requests, self.query_tokens, sm_count), is_final=False)
+        grid = cuda.Grid(1, splits or shape.splits(requests, self.query_tokens, sm_count, generation), is_final=False)
         if kernel == "cuda" and splits is None:
             card, columns = cuda.card_of(self.page, KV_HEADS, sm_count), cuda.column_count(group, self.query_tokens)
             passes = cuda.pass_count(group, self.query_tokens)

@@ -15,9 +15,10 @@ from vllm.v1.worker.workspace import current_workspace_manager
 
 from ..codecs.pages import PagedCodec
 from ..codecs.ring import Ring
+from ..gpu_generations import generation_of
 from ..kernels.cuda import launch as cuda
 from ..kernels.served import CUDA, TRITON, Pairs, longest_of
-from ..kernels.triton.decode import MAX_REGISTERS, TILE_TOKENS, DecodeLaunch, DecodeShape
+from ..kernels.triton.decode import TILE_TOKENS, DecodeLaunch, DecodeShape, most_registers
 from ..kernels.triton.launch import Launches, StepLaunch
 from ..kernels.triton.means import Means
 from ..kernels.triton.merge import MergeLaunch, merge_tile
@@ -120,10 +121,12 @@ class Splits:
         assert means is None or means.block_tokens % tile_tokens == 0, (means.block_tokens, layer.shard)
         properties = torch.cuda.get_device_properties(layer.codec.key.device)
         self.sm_count = properties.multi_processor_count
+        self.generation = generation_of((properties.major, properties.minor))
         self.shape = DecodeShape(
             layer.kv_heads, layer.query_heads // layer.kv_heads, layer.codec.key.stored_dim,
             layer.options.sliding_window, layer.options.logits_soft_cap, 0 if means is None else means.blocks,
-            0 if means is None else means.block_tokens // tile_tokens, MAX_REGISTERS if properties.major == 9 else None,
+            0 if means is None else means.block_tokens // tile_tokens,
+            most_registers(layer.codec.layout, self.generation, has_bias=means is not None),
         )  # fmt: skip
         self.has_lse = layer.shard.ranks > 1
         self.from_rotated = rotation_matrix(layer.codec.value, layer.kv_heads, inverse=True)
@@ -147,7 +150,7 @@ class Splits:
 
     def count(self, requests: int, query_len: int) -> int:
         """Return the splits of each request of the Triton kernel."""
-        return self.shape.splits(requests, query_len, self.sm_count)
+        return self.shape.splits(requests, query_len, self.sm_count, self.generation)
 
     def reserve(self) -> None:
         """Size the workspace for any number of these splits."""

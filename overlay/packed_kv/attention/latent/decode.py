@@ -15,6 +15,7 @@ from vllm.v1.worker.workspace import current_workspace_manager
 
 from ...codecs.latent import LatentCodec
 from ...codecs.ring import Ring
+from ...gpu_generations import generation_of
 from ...kernels import power_of_2
 from ...kernels.cuda import latent_launch as cuda
 from ...kernels.cuda import latent_ring_launch as cuda_ring
@@ -24,6 +25,7 @@ from ...kernels.triton.latent_decode import (
     DecodeLatentsLaunch,
     MergeLatentsLaunch,
     latent_shape,
+    programs,
     row_tiles,
     split_count,
 )
@@ -147,10 +149,12 @@ class TritonLatents(DecodeKernel[TritonLatentStep, Attended]):
         self.results = PageResults(layer, are_partial=layer.is_shard or layer.window > 0)
         self.kind = LatentKind(False, layer.heads, layer.scale, layer.window)
         self.shape = latent_shape(layer.heads, self.longest, layer.scale)
+        generation = generation_of(torch.cuda.get_device_capability(layer.codec.device))
+        self.resident = programs(self.shape, generation) * self.results.sm_count
         self.bound: Launches = Launches()
 
     def _splits(self, requests: int, query_len: int) -> int:
-        return split_count(requests, row_tiles(self.shape, query_len), self.results.sm_count)
+        return split_count(requests, row_tiles(self.shape, query_len), self.resident)
 
     def reserve(self) -> None:
         counts, lengths = range(1, self.layer.limits.max_requests + 1), range(1, self.longest + 1)
