@@ -44,8 +44,6 @@ COLUMNS = 8, 16, 32
 """Columns of a tile. 8 are the right operand of `mma.m16n8k16`; wider tiles unpack once for several of these."""
 WIDE_HEAD_DIM = 128
 """Most channels of a head with tiles of more than 8 columns: above, they would not fit the registers."""
-SHARED_BYTES = 2048
-"""Shared memory of a program, or less."""
 _MASKED = tl.constexpr(-1.0e30)
 
 
@@ -365,7 +363,8 @@ class DecodeShape:
 
     def programs(self, columns: int, generation: Generation) -> int:
         """Programs with tiles of so many columns that an SM holds at once, of one warp each."""
-        return generation.resident_blocks(self.register_limit(columns) or WIDE_REGISTERS, SHARED_BYTES)
+        queries = 2 * columns * self.head_dim  # bytes of shared memory: fp16
+        return generation.resident_blocks(self.register_limit(columns) or WIDE_REGISTERS, queries)
 
     def splits(self, requests: int, max_query_len: int, sm_count: int, generation: Generation) -> int:
         """Splits of each request: a wave of programs, at most 128.
