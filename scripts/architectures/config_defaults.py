@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Writes overlay/packed_kv/config_defaults.json: defaults of the installed transformers' config classes.
+"""Writes overlay/packed_kv/model/config_defaults.json: defaults of the installed transformers' config classes.
 
     python scripts/architectures/config_defaults.py
 
@@ -58,7 +58,7 @@ FIELDS = frozenset((
     "n_mamba_heads", "mamba_d_head", "mamba_head_dim", "mamba_headdim", "mamba_n_groups", "n_groups", "mamba_ngroups",
     "mamba_expand", "mamba_d_ssm", "mamba_ssm_cache_dtype", "mamba_ssm_dtype",
 ))  # fmt: skip
-"""Fields that packed_kv/{model_shape,layer_kinds,state_layers}.py and packed_kv/planning/weights.py read, without those
+"""Fields that packed_kv/model/{shape,layer_kinds,state_layers}.py and packed_kv/planning/weights.py read, without those
 that are lists."""
 UNDECLARED = {
     **{kind: {"global_head_dim": 512} for kind in ("gemma4_text", "gemma4_unified_text")},
