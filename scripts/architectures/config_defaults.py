@@ -17,7 +17,7 @@ from typing import Any
 
 from transformers import CONFIG_MAPPING
 
-FILE = Path(__file__).parents[2] / "overlay" / "packed_kv" / "config_defaults.json"
+FILE = Path(__file__).parents[2] / "overlay" / "packed_kv" / "model" / "config_defaults.json"
 TEXT = (
     "afmoe", "apertus", "arcee", "aria_text", "cohere", "cohere2", "cwm", "deepseek_v2", "deepseek_v3",
     "emu3_text_model", "ernie4_5", "ernie4_5_moe", "exaone4", "exaone_moe", "falcon_h1", "flex_olmo", "gemma",

@@ -1,5 +1,5 @@
-"""The names of `model/architectures.py` against vLLM's sources: a model whose layers are not plain causal ones is refused
-by its config.json, unless a table here says under which config it is, or why it is served."""
+"""The names of `model/architectures.py` against vLLM's sources: a model whose layers are not plain causal ones is
+refused by its config.json, unless a table here says under which config it is, or why it is served."""
 
 from __future__ import annotations
 

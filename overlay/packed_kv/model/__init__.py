@@ -1,1 +1,1 @@
-"""What a model is, read from its config.json: layers, shapes of caches, RoPE. No torch."""
+"""A model as its config.json describes it: layers, shapes of caches, RoPE. No torch."""

@@ -1,1 +1,1 @@
-"""What is refused: facts about an engine, a model and a layer, and the table of rules that reads them. No torch."""
+"""Refusals: facts about an engine, a model and a layer, and the table of rules that reads them. No torch."""
