@@ -7,12 +7,12 @@ from collections import Counter
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from ..cache_scheme import said_of_cache
-from ..config_fields import MODEL_BYTES, BadInput, nested, whole
 from ..formats import FORMATS, ROPE_BITS
 from ..kernels.served import CUDA, Engine, Pairs, who_serves
-from ..model_shape import DENSE, FP8, Model
-from ..refusals import Refused
+from ..model.cache_scheme import said_of_cache
+from ..model.config_fields import MODEL_BYTES, BadInput, nested, whole
+from ..model.shape import DENSE, FP8, Model
+from ..refusals.table import Refused
 from .cache import DTYPES, INDEX_BLOCK, Serving, bytes_per_token, capacity, recent_window
 from .cards import Card
 from .measured import KL, RECALL, STEP, is_measured_h100, kl, recall, step_seconds
