@@ -16,8 +16,8 @@ from packed_kv.attention.context_shard import ContextShard
 from packed_kv.attention.decode import PairLayout, TritonPairs
 from packed_kv.attention.latent import decode as latent_decode
 from packed_kv.attention.latent.decode import HopperLatents, LatentLayout, TritonLatents
-from packed_kv.attention.latent.impl import LatentKernels
 from packed_kv.attention.latent.in_pytorch import PrefixChunk, RecentContext
+from packed_kv.attention.latent.kernels import LatentKernels
 from packed_kv.attention.latent.metadata import LatentMetadataBuilder
 from packed_kv.attention.latent.prefix import TritonLatentPrefix
 from packed_kv.attention.metadata import Batch, PackedMetadataBuilder
@@ -318,7 +318,7 @@ def test_profiling_compiles_what_steps_over_latents_launch(
     sizes = heads, 1.0, torch.float16, Limits(longest, requests)
     decode = kernel(LatentLayout(codec, *sizes, constant, WINDOW if has_ring else 0))
     store, prefix = TritonLatentStore(codec), TritonLatentPrefix(codec)
-    warm_up_latents(LatentKernels(LatentStore(store), decode, prefix), BLOCK, 128 + rope_dim, window)
+    warm_up_latents(LatentKernels(LatentStore(store, decode.kind), decode, prefix), BLOCK, 128 + rope_dim, window)
     assert not launched and len(noted) >= 5 and not any(x.bound.held for x in (store, decode, prefix))
 
     cache = torch.zeros(4, BLOCK, codec.slot_bytes, dtype=torch.uint8, device=DEVICE)

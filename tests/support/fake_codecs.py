@@ -12,7 +12,7 @@ import pytest
 import torch
 from packed_kv.attention import impl
 from packed_kv.attention.latent import impl as latent_impl
-from packed_kv.attention.latent import sparse_impl
+from packed_kv.attention.sparse import impl as sparse_impl
 from packed_kv.channel_calibration import ChannelCalibration
 from packed_kv.codecs.latent import LatentCodec
 from packed_kv.codecs.latent_rows import LatentRowCodec

@@ -52,7 +52,7 @@ class CpuPairs(DecodeKernel[DecodeBatch, None]):
         BuildError: no compiler, or one that fails.
     """
 
-    kind, bound = "cpu", None
+    language, kind, bound = "C++", "cpu", None
 
     def __init__(self, codec: PagedCodec, query_heads: int, kv_heads: int, options: AttentionOptions) -> None:
         self.decode = decode.CpuDecode(codec, query_heads, kv_heads, options)

@@ -199,6 +199,8 @@ class Splits:
 class TritonPairs(DecodeKernel[TritonPairStep, None]):
     """The Triton kernel over the pages of one layer of pairs."""
 
+    language = "Triton"
+
     def __init__(self, layer: PairLayout, rotation: QueryRotation) -> None:
         self.layer, self.longest = layer, longest_fused(layer.query_heads // layer.kv_heads, by_cuda=False)
         self.splits = Splits(layer, rotation, self.longest)
@@ -245,6 +247,8 @@ class TritonPairs(DecodeKernel[TritonPairStep, None]):
 
 class HopperPairs(DecodeKernel[HopperPairStep, None]):
     """The CUDA kernel over the pages of one layer of pairs."""
+
+    language = "CUDA"
 
     def __init__(self, layer: PairLayout, rotation: QueryRotation) -> None:
         limits, group = layer.limits, layer.query_heads // layer.kv_heads

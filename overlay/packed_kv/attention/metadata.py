@@ -205,12 +205,6 @@ def longest_decode(vllm_config: VllmConfig) -> int:
     return 1 + (2 if speculative.parallel_drafting else 1) * (speculative.num_speculative_tokens or 0)
 
 
-def most_decode_tokens(vllm_config: VllmConfig) -> int:
-    """Query tokens of a batch's decodes, drafts included."""
-    scheduler = vllm_config.scheduler_config
-    return min(scheduler.max_num_seqs * longest_decode(vllm_config), scheduler.max_num_batched_tokens)
-
-
 def device_and_kernel(vllm_config: VllmConfig) -> tuple[tuple[int, int] | None, str]:
     """Return the GPU's compute capability and the option `decode_kernel`: what limits decodes; see `routes.py`."""
     return current_platform.get_device_capability(), read_options(vllm_config.additional_config).decode_kernel

@@ -17,8 +17,9 @@ from ...kernels.cpu.latent import CpuLatentPages
 from ...kernels.cpu.latent_decode import CpuLatentDecode
 from ..cpu import warn_of_pytorch, without_error
 from ..protocols import DecodeBatch, DecodeKernel
-from ..store import DirectStore, reference_latent_store
+from ..store import DirectStore, LatentStore
 from .in_pytorch import RecentContext, ReferenceLatentPrefix, ReferenceLatents
+from .kernels import LatentKernels, reference_kernels
 
 if TYPE_CHECKING:
     from ...codecs.latent import LatentCodec
@@ -35,7 +36,7 @@ SLOWER = "5 to 20 times"
 class CpuLatents(DecodeKernel[DecodeBatch, Attended]):
     """The C++ kernels over latents of one layer: see `ReferenceLatents`."""
 
-    kind, longest, bound = "cpu latents", 1 << 30, None
+    language, kind, longest, bound = "C++", "cpu latents", 1 << 30, None
 
     def __init__(
         self, codec: LatentCodec, scale: float, constant: torch.Tensor | None, *, is_shard: bool = False
@@ -80,8 +81,8 @@ class CpuLatentPrefix(ReferenceLatentPrefix):
 
 def find_kernels(
     fmt: Format, codec: LatentCodec, scale: float, constant: torch.Tensor | None, dtype: torch.dtype, *, is_shard: bool
-) -> tuple[DirectStore, ReferenceLatents | CpuLatents, ReferenceLatentPrefix]:
-    """Return what stores, decodes and gathers prefixes of a layer: in PyTorch, as the log says, where C++ does not.
+) -> LatentKernels:
+    """Return the kernels of a layer: in PyTorch, as the log says, where C++ does not serve it.
 
     Args:
         fmt, codec: of the layer, on the CPU.
@@ -102,12 +103,12 @@ def find_kernels(
             reason = str(error)
     if reason:
         warn_of_pytorch(fmt.name, reason, SLOWER)
-        return reference_latent_store(codec), in_pytorch, ReferenceLatentPrefix(codec)
+        return reference_kernels(codec, in_pytorch)
 
     def store(cache: Any, new: Any, rope: Any, slots: Any, _positions: Any, ring: Any, ring_slots: Any) -> None:
         page_kernels.store(cache, slots, new, rope, ring, ring_slots)
 
-    return DirectStore(store), decode, CpuLatentPrefix(page_kernels)
+    return LatentKernels(LatentStore(DirectStore(store), decode.kind), decode, CpuLatentPrefix(page_kernels))
 
 
 def compile_ahead() -> None:

@@ -142,6 +142,8 @@ class TritonLatentStep(NamedTuple):
 class TritonLatents(DecodeKernel[TritonLatentStep, Attended]):
     """The Triton kernels over latents of one layer."""
 
+    language = "Triton"
+
     def __init__(self, layer: LatentLayout) -> None:
         self.layer, self.longest = layer, layer.limits.longest_decode
         self.results = PageResults(layer, are_partial=layer.is_shard or layer.window > 0)
@@ -239,6 +241,8 @@ class HopperLatentStep(NamedTuple):
 
 class HopperLatents(DecodeKernel[HopperLatentStep, Attended]):
     """The CUDA kernels over latents of one layer. The launch for the ring merges the parts over pages, too."""
+
+    language = "CUDA"
 
     def __init__(self, layer: LatentLayout) -> None:
         self.layer, self.longest = layer, layer.limits.longest_decode

@@ -20,6 +20,8 @@ from ...vllm_compat import sparse_workspace_contexts
 from ..metadata import check_batch
 from ..step import StepCache
 
+Latents = tuple[torch.Tensor, torch.Tensor]
+"""Latents and RoPE channels as the model has them, [tokens, rank] and [tokens, rope_dim]."""
 WORKSPACE_CONTEXTS = 2
 """Contexts of the model that the workspace holds where vLLM does not say (`sparse_mla_prefill_workspace_factor`)."""
 
@@ -47,10 +49,12 @@ class PromptPart:
 @dataclass(kw_only=True)
 class SparseLatentMetadata(SparseMLACommonMetadata):
     """vLLM's metadata. `prompts`: all but the batch's decodes, whether they read picks or everything. `steps` keeps
-    what the first layer of a kind made for the others."""
+    what the first layer of a kind made for the others. `new_latents`: of the batch's tokens, in the layer that has
+    stored them and is about to attend."""
 
     prompts: tuple[PromptPart, ...] = ()
     steps: StepCache = field(default_factory=StepCache)
+    new_latents: Latents | None = None
 
     def __post_init__(self) -> None:
         pass  # vLLM's own allows three sizes

@@ -1,0 +1,28 @@
+"""The kernels of a layer of latents."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from ..protocols import DecodeKernel
+from ..store import LatentStore, reference_latent_store
+from .in_pytorch import ReferenceLatentPrefix, ReferenceLatents
+
+if TYPE_CHECKING:
+    from ...codecs.latent import LatentCodec
+    from .prefix import TritonLatentPrefix
+
+
+class LatentKernels(NamedTuple):
+    """Kernels of a layer's attention: those of all writes and of decodes, and what gathers prefixes of prompts."""
+
+    store: LatentStore
+    decode: DecodeKernel[Any, tuple[torch.Tensor, torch.Tensor | None]]
+    prefix: ReferenceLatentPrefix | TritonLatentPrefix
+
+
+def reference_kernels(codec: LatentCodec, decode: ReferenceLatents) -> LatentKernels:
+    """Return a layer's kernels in PyTorch, of which this is that of decodes."""
+    return LatentKernels(LatentStore(reference_latent_store(codec), decode.kind), decode, ReferenceLatentPrefix(codec))
