@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 from packed_kv.attention import metadata
-from packed_kv.attention.factory import Engine
 from packed_kv.attention.layer import PairKernels
+from packed_kv.attention.layouts import Engine
 from packed_kv.attention.metadata import PackedMetadataBuilder
 from packed_kv.attention.routes import longest_fused
 from packed_kv.reference.attention import AttentionOptions

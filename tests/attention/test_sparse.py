@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from packed_kv.attention.sparse.in_pytorch import reference_kernels
-from packed_kv.attention.sparse.layer import SparseKernels, SparseLayout
+from packed_kv.attention.layouts import SparseLayout
+from packed_kv.attention.sparse.layer import SparseKernels
 from packed_kv.attention.step import StepCache
 from packed_kv.codecs.latent_rows import LatentRowCodec
 from packed_kv.kernels.cuda import CAPABILITY
@@ -37,7 +37,8 @@ def kernels_of(
     sinks: torch.Tensor | None = None,
 ) -> SparseKernels:  # fmt: skip
     if not ON_CUDA:
-        return reference_kernels(SparseLayout(codec, heads, SCALE, constant, PICKS, sinks))
+        layout, unused = SparseLayout(codec, heads, SCALE, constant, PICKS, sinks), None
+        return SparseKernels(layout, unused, unused)
     from vllm.v1.worker.workspace import init_workspace_manager, is_workspace_manager_initialized
 
     if not is_workspace_manager_initialized():

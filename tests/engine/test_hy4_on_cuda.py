@@ -54,7 +54,7 @@ def test_logits_are_those_of_pytorch(name: str, rope_bits: int, decode_kernel: s
     with cut_engine(name, additional_config=options) as llm:
         for layer in attention_layers(llm):
             kernels = layer.impl.kernels
-            assert layer.prefill_backend is None and kernels.sinks.layer.sinks.std() > 1
+            assert layer.prefill_backend is None and kernels.layer.sinks.std() > 1
             assert kernels.decode.language == ("Triton" if decode_kernel == "triton" else "CUDA")
         ours = logits_by_chunk(llm)
         llm.reset_prefix_cache()

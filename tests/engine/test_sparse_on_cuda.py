@@ -16,8 +16,9 @@ import pytest
 import sparse_models
 import torch
 from harness import engine, kv_tokens, mean_kl, teacher_forced_logits
-from packed_kv.attention.sparse.flash import FlashPrompts
-from packed_kv.attention.sparse.in_pytorch import reference_kernels
+from packed_kv.attention.latent.in_pytorch import ReferenceLatentPrefix
+from packed_kv.attention.sparse.layer import SparseKernels
+from packed_kv.attention.store import LatentStore, reference_latent_store
 from packed_kv.engine import capacity
 from packed_kv.kernels.triton.sparse_picks import CountPicksLaunch
 from packed_kv_quality.engines import attention_layers
@@ -136,8 +137,10 @@ def in_pytorch(llm: LLM) -> None:
     """Let the layers store, gather and attend in PyTorch."""
     for layer in attention_layers(llm):
         impl = layer.impl
-        assert isinstance(impl.kernels.prefill, FlashPrompts)
-        impl.kernels = reference_kernels(impl.kernels.prefill.layer)
+        assert impl.kernels.decode is not None
+        layout = impl.kernels.layer
+        store = LatentStore(reference_latent_store(layout.codec), layout.kind)
+        impl.kernels = SparseKernels(layout, store, ReferenceLatentPrefix(layout.codec))
 
 
 @pytest.mark.parametrize(

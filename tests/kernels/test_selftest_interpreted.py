@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -40,9 +39,7 @@ def _machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: (8, 0))
     flash = prefill.FlashAttention(flash_attention, 64)
     on_cuda = factory.pairs_on_cuda
-    monkeypatch.setattr(
-        factory, "pairs_on_cpu", lambda layer, engine: on_cuda(replace(layer, flash_attention=flash), engine)
-    )
+    monkeypatch.setattr(factory, "pairs_on_cpu", lambda _fmt, layer, engine: on_cuda(layer, engine, flash))
     monkeypatch.setattr(checks, "STEPS", STEPS)
     for module in (checks, latents):
         monkeypatch.setattr(module, "MOST", [11, 46])

@@ -11,10 +11,11 @@ import pytest
 import torch
 from packed_kv.attention import choice
 from packed_kv.attention.latent.in_pytorch import PrefixChunk, ReferenceLatentPrefix
+from packed_kv.attention.layouts import SparseLayout
 from packed_kv.attention.sparse import flash
 from packed_kv.attention.sparse.flash import HEADS, padded_heads
 from packed_kv.attention.sparse.hopper import hopper_kernel
-from packed_kv.attention.sparse.layer import SparseKernels, SparseLayout
+from packed_kv.attention.sparse.layer import SparseKernels
 from packed_kv.attention.sparse.metadata import SparseLatentMetadata
 from packed_kv.attention.step import StepCache
 from packed_kv.attention.warmup import warm_up_sparse
@@ -131,7 +132,7 @@ def test_a_batch(
     codec, sinks = codec_of(name), sinks_of(heads) if has_sinks else None
     batch = Batch(codec, heads, most_rows)
     kernels = kernels_of(codec, heads, most_rows, reads_rows=reads_rows, sinks=sinks)
-    assert (len(batch.metadata.prompts), len(kernels.take(batch.picks).query)) == (2 if most_rows == 120 else 1, 16)
+    assert (len(batch.metadata.prompts), len(kernels.take().query)) == (2 if most_rows == 120 else 1, 16)
     queries = tuple(x.bfloat16() for x in batch.queries)
     found = kernels.attend(batch.metadata, batch.cache, queries, batch.picks, batch.new)
     expected, there = batch.expected(codec.output_constant(), sinks), (batch.picks >= 0).any(1)
@@ -165,7 +166,7 @@ def test_the_warm_up_notes_what_steps_launch(
     kernels = kernels_of(codec, 16, reads_rows=reads_rows, sinks=sinks_of(16) if has_sinks else None)
     noted: set[Any] = set()
     monkeypatch.setattr(Ahead, "note", lambda _ahead, variant, _compile: noted.add(variant))
-    warm_up_sparse(kernels, kernels.decode.layer, BLOCK_SIZE)
+    warm_up_sparse(kernels, BLOCK_SIZE)
     count = (8 if reads_rows else 6) + has_sinks
     assert len(noted) == count, "store, picks (or counts, schedule, CUDA), prefixes, split, merges, sinks"
     launched: set[Any] = set()
@@ -191,8 +192,8 @@ def test_layers_of_a_kind_share_the_workspace(monkeypatch: pytest.MonkeyPatch) -
     layers, batch = [kernels_of(codec, 16) for _ in range(2)], Batch(codec, 16, 400)
     monkeypatch.setattr(Launch, "__call__", lambda *_arguments: None)
     monkeypatch.setattr(flash, "flash_mla_sparse_fwd", attend_nothing)
-    take = flash.SparseWorkspace.take
-    monkeypatch.setattr(flash.SparseWorkspace, "take", lambda self, query: taken.append(query) or take(self, query))
+    manager = flash.current_workspace_manager
+    monkeypatch.setattr(flash, "current_workspace_manager", lambda: taken.append(None) or manager())
     queries, new = (tuple(x.bfloat16() for x in pair) for pair in (batch.queries, batch.new))
     for step in (1, 2):
         batch.metadata.steps = StepCache()
@@ -264,7 +265,7 @@ def test_layers_of_a_kind_share_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
         )  # fmt: skip
         found = []
         for kernels in layers:
-            of_layer = tuple(x[:tokens, : kernels.decode.layer.heads] for x in queries)
+            of_layer = tuple(x[:tokens, : kernels.layer.heads] for x in queries)
             picks = batch.picks[:tokens]
             found.append(kernels.attend(metadata, batch.cache, of_layer, picks, None).clone())
         return found, metadata
@@ -279,7 +280,7 @@ def test_layers_of_a_kind_share_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
             assert made == [tokens] * 3, "one for both layers of 16 heads, one for that of 5, and one for sinks"
             for output, kernels in zip(found, layers, strict=True):
                 rows = [0, 2, 3][:tokens]  # token 1 has no picks
-                truth = expected[:, : kernels.decode.layer.heads] if kernels.sinks is None else of_sinks
+                truth = expected[:, : kernels.layer.heads] if kernels.sinks is None else of_sinks
                 assert relative_rms(output[rows], truth[rows]) < TOLERANCE
             kept = weakref.ref(metadata)
             del metadata

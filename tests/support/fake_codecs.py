@@ -7,6 +7,7 @@ dtype and puts its codec in the place of `PagedCodec`.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -81,6 +82,7 @@ class NullCodec:
 
     def __init__(self, fmt: Format, head_dim: int, *_unused: object) -> None:
         self.dtype, self.slot_bytes = NULL_DTYPES[fmt.name], fmt.slot_bytes(head_dim)
+        self.key = SimpleNamespace(head_dim=head_dim)
 
     def write(self, cache, slots, key, value, positions=None):
         stored = slots >= 0

@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 from packed_kv.attention.factory import sparse_on_cuda
-from packed_kv.attention.sparse.layer import SparseKernels, SparseLayout
+from packed_kv.attention.layouts import SparseLayout
+from packed_kv.attention.sparse.layer import SparseKernels
 from packed_kv.attention.sparse.metadata import prompt_parts
 from packed_kv.attention.step import StepCache
 from packed_kv.channel_calibration import ChannelCalibration

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 from vllm.logger import init_logger
@@ -23,7 +23,7 @@ from ..kernels.cpu.constants import constants_header
 from ..kernels.kernel_layout import kernel_layout
 from ..layout import page_layout
 from ..reference.attention import AttentionOptions
-from .context_shard import UNSHARDED, ContextShard
+from .context_shard import UNSHARDED
 from .cpu_prefill import CpuPrefill
 from .cpu_prefill import refusal as prefill_refusal
 from .protocols import DecodeBatch, DecodeKernel, StoreKernel
@@ -33,6 +33,7 @@ from .store import DirectStore, reference_pair_store
 if TYPE_CHECKING:
     from ..codecs.pages import PagedCodec
     from ..codecs.ring import Ring
+    from .layouts import Engine, PairLayout
 
 logger = init_logger("vllm.packed_kv")
 
@@ -66,41 +67,26 @@ class CpuPairs(DecodeKernel[DecodeBatch, None]):
         self.decode.bind(queries[0], cache, step.block_table, step.query_start, step.seq_lens, output, ring)()
 
 
-class Sizes(NamedTuple):
-    """An engine's limits, the most tokens of a request and of a batch; the model's dtype; the engine's own number."""
-
-    max_tokens: int
-    dtype: torch.dtype
-    engine: int
-
-
 def find_kernels(
-    fmt: Format, head_dim: int, codec: PagedCodec, query_heads: int, kv_heads: int, options: AttentionOptions,
-    sizes: Sizes, shard: ContextShard = UNSHARDED,
-) -> tuple[StoreKernel, CpuPairs | None, CpuPrefill | None]:  # fmt: skip
-    """Return the kernels of a layer that store, decode and prefill: in PyTorch, or None, where those in C++ do not
-    serve it, which the log says.
-
-    Args:
-        fmt, head_dim: K's.
-        codec, query_heads, kv_heads, options: of the layer.
-        sizes: see `Sizes`.
-        shard: what is in this rank's pages. Where there are several ranks, all runs in PyTorch.
-    """
-    attends = sizes.dtype != torch.float32
-    in_pytorch = reference_pair_store(codec), None, None
-    if shard != UNSHARDED:
+    fmt: Format, layer: PairLayout, engine: Engine
+) -> tuple[StoreKernel, CpuPairs | None, CpuPrefill | None]:
+    """Return the kernels of a layer of this format that store, decode and prefill: in PyTorch, or None, where those in
+    C++ do not serve it, which the log says. Where there are several ranks, all runs in PyTorch."""
+    attends = engine.dtype != torch.float32
+    in_pytorch = reference_pair_store(layer.codec), None, None
+    if layer.shard != UNSHARDED:
         return in_pytorch
+    head_dim = layer.codec.key.head_dim
     if refused := tables.refusal(fmt, head_dim):
         warn_of_pytorch(fmt.name, f"the kernels do not serve {refused}")
         return in_pytorch
     wait_for_libraries(fmt, head_dim, attends=attends)
-    layer = (codec, query_heads, kv_heads, options)
+    sizes = layer.codec, layer.query_heads, layer.kv_heads, layer.options
     try:
-        library = DirectStore(store.CpuStore(codec))
+        library = DirectStore(store.CpuStore(layer.codec))
         if not attends:
             return library, None, None
-        pairs = CpuPairs(*layer)
+        pairs = CpuPairs(*sizes)
         if refused := prefill_refusal(head_dim):
             logger.warning_once(
                 "%s: vLLM's attention op does not support %s; prefill runs in PyTorch, many times slower",
@@ -109,7 +95,8 @@ def find_kernels(
                 scope="local",
             )
             return library, pairs, None
-        return library, pairs, CpuPrefill(*layer, *sizes)
+        most = max(engine.request_tokens, engine.batch_tokens)
+        return library, pairs, CpuPrefill(*sizes, most, engine.dtype, engine.number)
     except BuildError as error:
         warn_of_pytorch(fmt.name, str(error))
         return in_pytorch

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 import torch
 from vllm.v1.worker.workspace import current_workspace_manager
 
-from ..codecs.pages import PagedCodec
 from ..codecs.ring import Ring
 from ..kernels.cuda import launch as cuda
 from ..kernels.cuda import longest_query, refusal
@@ -22,32 +21,16 @@ from ..kernels.triton.launch import Launches, StepLaunch
 from ..kernels.triton.means import Means
 from ..kernels.triton.merge import MergeLaunch, merge_tile
 from ..kernels.triton.rotate import QueryRotation, RotateQueryLaunch, rotation_matrix
-from ..reference.attention import AttentionOptions
-from .choice import Limits, takes_cuda
-from .context_shard import UNSHARDED, ContextShard
+from .choice import takes_cuda
+from .layouts import PairLayout
 from .protocols import DecodeBatch, DecodeKernel
 from .routes import longest_fused
 
 
-@dataclass(frozen=True)
-class PairLayout:
-    """Shape of a layer of pairs, and options of its decode attention.
-
-    `codec`: on a CUDA device. `query_heads`, `kv_heads`: of this rank; of all ranks that split the tokens, where there
-    are several. `shard`: what is in this rank's pages. Where there are several ranks, a step has lse to fill.
-    """
-
-    codec: PagedCodec
-    query_heads: int
-    kv_heads: int
-    options: AttentionOptions
-    limits: Limits
-    shard: ContextShard = UNSHARDED
-
-    def rotation(self) -> QueryRotation:
-        """Return how the layer's queries are rotated, scaled and corrected for the means of keys."""
-        means = Means.of(self.codec.key.transform, has_first=self.shard.has_first)
-        return QueryRotation(rotation_matrix(self.codec.key, self.kv_heads), self.options.scale, means)
+def rotation_of(layer: PairLayout) -> QueryRotation:
+    """Return how a layer's queries are rotated, scaled and corrected for the means of keys."""
+    means = Means.of(layer.codec.key.transform, has_first=layer.shard.has_first)
+    return QueryRotation(rotation_matrix(layer.codec.key, layer.kv_heads), layer.options.scale, means)
 
 
 class PairKind(NamedTuple):

@@ -26,8 +26,9 @@ from ..window.layer import SUFFIX, WindowLayer, add_window_layer, window_tokens_
 from ..window.step import WindowStep
 from .context_parallel import ContextParallelAttention
 from .context_shard import UNSHARDED, shard_of
-from .factory import Engine, PairSizes, pair_kernels
+from .factory import pair_kernels
 from .layer import PairAttention
+from .layouts import Engine, PairLayout
 from .metadata import Batch, PackedMetadata
 from .warmup import PairWarmup, block_size_of
 
@@ -146,10 +147,10 @@ class PackedAttentionImpl(AttentionImpl[PackedMetadata]):
         sizes = self.num_kv_heads, self.head_size, self.head_size_v
         known = LayerCalibration() if self.calibration is None else self.calibration.channels(name, *sizes)
         head, positions = (self.head_size, known.key, known.value), longest_sequence(self.config)
-        fmt, heads = FORMATS[self.kv_cache_dtype], (self.num_heads, self.num_kv_heads)
+        fmt, heads = FORMATS[self.kv_cache_dtype], (self.num_heads * self.shard.ranks, self.num_kv_heads)
         codec = PagedCodec(fmt, *head, self.device, self.head_size_v, positions)
-        layer = PairSizes(codec, fmt, self.head_size, *heads, self.options, self.shard, self.flash_attention)
-        kernels = pair_kernels(layer, self.engine)
+        layer = PairLayout(codec, *heads, self.options, self.engine.limits, self.shard)
+        kernels = pair_kernels(fmt, layer, self.engine, self.flash_attention)
         self.attention = PairAttention(kernels) if self.shard == UNSHARDED else ContextParallelAttention(kernels)
 
     def forward(

@@ -17,7 +17,7 @@ from .latent.kernels import LatentKernels
 from .layer import PairAttention
 from .metadata import Batch, PackedMetadata
 from .protocols import DecodeBatch, LayerKernel, NewTokens
-from .sparse.layer import SparseKernels, SparseLayout
+from .sparse.layer import SparseKernels
 from .sparse.metadata import PromptPart
 
 if TYPE_CHECKING:
@@ -26,8 +26,7 @@ if TYPE_CHECKING:
     from ..window.layer import WindowLayer
     from .latent.decode import TritonLatents
     from .latent.prefix import TritonLatentPrefix
-    from .sparse.flash import FlashPrompts
-    from .sparse.rows import RowGather
+    from .sparse.flash import FlashPrompts, RowGather
 
 
 def block_size_of(config: VllmConfig) -> int:
@@ -219,22 +218,20 @@ def warm_up_latents(kernels: LatentKernels, block_size: int, query_dim: int, win
     prefix.bound.clear()
 
 
-def warm_up_sparse(kernels: SparseKernels, layer: SparseLayout, block_size: int) -> None:
-    """Size the workspace, and note every launch of the steps of a layer of picked latents on CUDA.
-
-    Args:
-        kernels, layer: of the layer.
-        block_size: tokens of a block of pages.
-    """
-    codec, device = layer.codec, layer.codec.device
+def warm_up_sparse(kernels: SparseKernels, block_size: int) -> None:
+    """Size the workspace, and note every launch of the steps of a layer of picked latents on CUDA. `block_size`: tokens
+    of a block of pages."""
+    layer, codec, device = kernels.layer, kernels.layer.codec, kernels.layer.codec.device
+    assert kernels.decode is not None and kernels.take is not None
     gather, prompts = cast("RowGather", kernels.prefix), cast("FlashPrompts", kernels.prefill)
     one = torch.zeros(1, dtype=torch.int32, device=device)
     table, starts, picks = one[:, None], torch.cat((one, one)), one.repeat(1, layer.picks)
     new = [torch.zeros(1, channels, dtype=torch.bfloat16, device=device) for channels in (codec.rank, codec.rope_dim)]
     cache = torch.zeros(1, block_size, codec.slot_bytes, dtype=torch.uint8, device=device)
-    memory = kernels.take(new[0])
-    queries = memory.query[:1, : layer.heads].split([codec.rank, codec.rope_dim], dim=-1)
-    output, lse = memory.output[:1], None if kernels.sinks is None else memory.lse[:1]
+    memory = kernels.take()
+    query = memory.query[:1, : layer.heads]
+    queries, output = (query[..., : codec.rank], query[..., codec.rank :]), memory.output[:1]
+    lse = None if kernels.sinks is None else memory.lse[:1]
     results = memory.stored[:1], torch.zeros(1, memory.stored.shape[1], device=device)
     store, decode = kernels.store.kernel, kernels.decode
     with Ahead():
@@ -245,6 +242,6 @@ def warm_up_sparse(kernels: SparseKernels, layer: SparseLayout, block_size: int)
         of_prompt = prompts.split(memory, picks, PromptPart(0, 1, 1, one, one, one, one, one), slice(0, 1))
         for stored in (None, results):
             prompts.merge(output, stored, results, of_prompt, lse)
-        if kernels.sinks is not None and lse is not None:
-            kernels.sinks.share(output, lse, queries[0])
+        if kernels.sinks is not None:
+            kernels.sinks.share(output, memory.lse[:1], queries[0])
     release(store, decode, prompts, gather, kernels.sinks)

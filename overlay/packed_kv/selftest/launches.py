@@ -12,10 +12,11 @@ from vllm.v1.worker.workspace import init_workspace_manager
 
 from ..attention import cpu
 from ..attention.choice import Limits
-from ..attention.factory import Engine, PairSizes, latent_kernels, pair_kernels
+from ..attention.factory import latent_kernels, pair_kernels
 from ..attention.latent import cpu as latent_cpu
 from ..attention.latent.in_pytorch import PrefixChunk, RecentContext
 from ..attention.layer import PairAttention
+from ..attention.layouts import Engine, LatentLayout, PairLayout
 from ..attention.metadata import Batch, PackedMetadata
 from ..attention.protocols import DecodeBatch, NewTokens
 from ..attention.warmup import PairWarmup, release, warm_up_latents
@@ -69,9 +70,9 @@ class PairLayer:
             from ..attention.prefill import find_flash_attention  # imports Triton, which the CPU platform may lack
 
             flash = find_flash_attention(shape.head_dim, shape.head_dim, dtype, None)
-        sizes = shape.head_dim, shape.query_heads, shape.kv_heads, options
         engine = Engine(device, dtype, Limits(shape.longest, max_requests), max_tokens, max_tokens, kernel)
-        kernels = pair_kernels(PairSizes(self.codec, fmt, *sizes, flash_attention=flash), engine)
+        layout = PairLayout(self.codec, shape.query_heads, shape.kv_heads, options, engine.limits)
+        kernels = pair_kernels(fmt, layout, engine, flash)
         self.kernel = PYTORCH if kernels.decode is None else kernels.decode.language
         self.attention = PairAttention(kernels)
         self.own_is_raw = kernels.prefill is not None
@@ -149,7 +150,8 @@ class LatentLayer:
         self.codec = LatentCodec(fmt, rank, rope_dim, device)
         self.window = _window_layer(shape) if shape.window else None
         engine = Engine(device, dtype, Limits(shape.longest, max_requests), 0, 0, kernel)
-        self.kernels = latent_kernels(fmt, self.codec, shape.group, self.scale, None, shape.window, engine)
+        layout = LatentLayout(self.codec, shape.group, self.scale, dtype, engine.limits, None, shape.window)
+        self.kernels = latent_kernels(fmt, layout, engine)
         self.kernel = self.kernels.decode.language
 
     def compile_ahead(self) -> None:

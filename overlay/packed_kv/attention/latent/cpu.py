@@ -18,13 +18,14 @@ from ...kernels.cpu.latent_decode import CpuLatentDecode
 from ..cpu import warn_of_pytorch, without_error
 from ..protocols import DecodeBatch, DecodeKernel
 from ..store import DirectStore, LatentStore
-from .in_pytorch import RecentContext, ReferenceLatentPrefix, ReferenceLatents
+from .in_pytorch import RecentContext, ReferenceLatentPrefix
 from .kernels import LatentKernels, reference_kernels
 
 if TYPE_CHECKING:
     from ...codecs.latent import LatentCodec
     from ...codecs.ring import Ring
     from ...formats import Format
+    from ..layouts import LatentLayout
 
 Attended = tuple[torch.Tensor, torch.Tensor | None]
 
@@ -79,31 +80,21 @@ class CpuLatentPrefix(ReferenceLatentPrefix):
             self.read_ring(chunk, rows, recent, 1.0)
 
 
-def find_kernels(
-    fmt: Format, codec: LatentCodec, scale: float, constant: torch.Tensor | None, dtype: torch.dtype, *, is_shard: bool
-) -> LatentKernels:
-    """Return the kernels of a layer: in PyTorch, as the log says, where C++ does not serve it.
-
-    Args:
-        fmt, codec: of the layer, on the CPU.
-        scale, constant, is_shard: see `ReferenceLatents`.
-        dtype: of the model.
-    """
-    decode: ReferenceLatents | CpuLatents
-    in_pytorch = ReferenceLatents(codec, scale, constant, is_shard=is_shard)
-    refused = tables.latent_refusal(fmt, codec.rank, codec.rope_dim)
-    reason = f"the kernels do not serve {refused}" if refused else ""
-    if not refused:
-        wait_for(LIBRARY)
-        try:
-            page_kernels, decode = CpuLatentPages(codec), in_pytorch
-            if dtype != torch.float32:
-                decode = CpuLatents(codec, scale, constant, is_shard=is_shard)
-        except BuildError as error:
-            reason = str(error)
-    if reason:
-        warn_of_pytorch(fmt.name, reason, SLOWER)
-        return reference_kernels(codec, in_pytorch)
+def find_kernels(fmt: Format, layer: LatentLayout) -> LatentKernels:
+    """Return the kernels of a layer of this format: in PyTorch, as the log says, where C++ does not serve it."""
+    codec, found = layer.codec, reference_kernels(layer)
+    if refused := tables.latent_refusal(fmt, codec.rank, codec.rope_dim):
+        warn_of_pytorch(fmt.name, f"the kernels do not serve {refused}", SLOWER)
+        return found
+    wait_for(LIBRARY)
+    try:
+        page_kernels = CpuLatentPages(codec)
+        decode: DecodeKernel[Any, Attended] = found.decode
+        if layer.dtype != torch.float32:
+            decode = CpuLatents(codec, layer.scale, layer.constant, is_shard=layer.is_shard)
+    except BuildError as error:
+        warn_of_pytorch(fmt.name, str(error), SLOWER)
+        return found
 
     def store(cache: Any, new: Any, rope: Any, slots: Any, _positions: Any, ring: Any, ring_slots: Any) -> None:
         page_kernels.store(cache, slots, new, rope, ring, ring_slots)

@@ -26,7 +26,8 @@ from ...vllm_compat import has_own_queries
 from ...window.layer import add_window_layer, window_tokens_of_model
 from ..context_parallel import Ranks
 from ..context_shard import shard_of
-from ..factory import Engine, latent_kernels
+from ..factory import latent_kernels
+from ..layouts import Engine, LatentLayout
 from ..metadata import longest_decode
 from ..protocols import DecodeBatch
 from ..step import StepKey
@@ -107,8 +108,9 @@ class LatentAttentionImpl(PackedLatents, MLACommonImpl[LatentMetadata]):
         codec, weights = self.fold(layer_name, layer, LatentCodec)
         engine, fmt = Engine.of(self.config, self.device), FORMATS[self.kv_cache_dtype]
         window = 0 if self.window_layer is None else self.window_layer.window
-        heads, constant, is_shard = self.num_heads * shard.ranks, weights.constant, shard.ranks > 1
-        self.kernels = latent_kernels(fmt, codec, heads, self.scale, constant, window, engine, is_shard=is_shard)
+        sizes = self.num_heads * shard.ranks, self.scale, engine.dtype, engine.limits
+        layout = LatentLayout(codec, *sizes, weights.constant, window, is_shard=shard.ranks > 1)
+        self.kernels = latent_kernels(fmt, layout, engine)
 
     def reserve_workspace(self) -> None:
         """Size vLLM's workspace for any batch, in its profiling run, take there the memory that ranks exchange, and

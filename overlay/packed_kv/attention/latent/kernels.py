@@ -11,7 +11,7 @@ from ..store import LatentStore, reference_latent_store
 from .in_pytorch import ReferenceLatentPrefix, ReferenceLatents
 
 if TYPE_CHECKING:
-    from ...codecs.latent import LatentCodec
+    from ..layouts import LatentLayout
     from .prefix import TritonLatentPrefix
 
 
@@ -23,6 +23,7 @@ class LatentKernels(NamedTuple):
     prefix: ReferenceLatentPrefix | TritonLatentPrefix
 
 
-def reference_kernels(codec: LatentCodec, decode: ReferenceLatents) -> LatentKernels:
-    """Return a layer's kernels in PyTorch, of which this is that of decodes."""
+def reference_kernels(layer: LatentLayout) -> LatentKernels:
+    """Return the kernels of a layer in PyTorch."""
+    codec, decode = layer.codec, ReferenceLatents(layer.codec, layer.scale, layer.constant, is_shard=layer.is_shard)
     return LatentKernels(LatentStore(reference_latent_store(codec), decode.kind), decode, ReferenceLatentPrefix(codec))

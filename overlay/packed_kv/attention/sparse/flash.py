@@ -7,20 +7,22 @@ serve the layer.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
 from vllm.v1.attention.ops.flashmla import flash_mla_sparse_fwd
 from vllm.v1.worker.workspace import current_workspace_manager
 
+from ...codecs.latent_rows import LatentRowCodec
 from ...codecs.ring import Ring
+from ...kernels.triton.latent_rows import GatherRowsLaunch
 from ...kernels.triton.launch import Launches
 from ...kernels.triton.sparse_picks import MergePicksLaunch, PickSinksLaunch, SplitPicksLaunch
-from ..protocols import DecodeBatch, DecodeKernel, PrefillKernel
-from .layer import Queries, Sinks, SparseBatch, SparseLayout
-from .metadata import Latents, PromptPart
-from .rows import RowGather
+from ..latent.in_pytorch import PrefixChunk, RecentContext
+from ..layouts import SparseLayout
+from ..protocols import DecodeBatch, DecodeKernel, LayerKernel, PrefillKernel
+from .metadata import Latents, PromptPart, Queries, SparseBatch
 
 HEADS = 64, 128
 """Query heads that FlashMLA's kernel takes; fewer are padded."""
@@ -52,7 +54,8 @@ class SparseMemory(NamedTuple):
     `partial`: what the decode kernel asked for. `rows`: bf16 [rows, 576], gathered; `own`: bf16 [tokens, 576], of the
     batch's prompts. `query`: bf16 [slice, padded heads, 576]. `stored`, `over_own`: bf16 [slice, padded heads, 512],
     attention over each kind. `stored_picks`, `own_picks`: int32 [slice, picks], and their counts, int32 [slice].
-    `output`, `lse`: see `Results`; bf16 [tokens, heads, 512], and of one token where there are no sinks.
+    `output`: bf16 [tokens, heads, 512]. `lse`: fp32 [tokens, heads], of the output; of one token where there are no
+    sinks.
     """
 
     partial: tuple[torch.Tensor, ...]
@@ -74,8 +77,10 @@ class SparseMemory(NamedTuple):
         return (slice(start, min(start + most, last)) for start in range(first, last, most))
 
 
-class SparseWorkspace:
-    """Takes the workspace of a layer's steps, sized when this is first done, in the engine's start.
+def workspace_of(
+    layer: SparseLayout, most_rows: int, most_tokens: int, partial: Specs = ()
+) -> Callable[[], SparseMemory]:
+    """Return what takes the workspace of a layer's steps, sized when it first does, in the engine's start.
 
     Args:
         layer: its layout.
@@ -83,23 +88,57 @@ class SparseWorkspace:
         most_tokens: of a batch.
         partial: shapes and dtypes of what the decode kernel needs besides.
     """
+    codec, picks, heads = layer.codec, layer.picks, padded_heads(layer.heads)
+    width, tokens = codec.rank + codec.rope_dim, min(SLICE_TOKENS, most_tokens)
+    bf16, int32 = torch.bfloat16, torch.int32
+    specs = (
+        ((max(most_rows, picks), width), bf16), ((most_tokens, width), bf16),
+        ((tokens, heads, width), bf16), *[((tokens, heads, codec.rank), bf16)] * 2,
+        *[((tokens, picks), int32)] * 2, *[((tokens,), int32)] * 2, ((most_tokens, layer.heads, codec.rank), bf16),
+        ((1 if layer.sinks is None else most_tokens, layer.heads), torch.float32),
+    )  # fmt: skip
 
-    def __init__(self, layer: SparseLayout, most_rows: int, most_tokens: int, partial: Specs = ()) -> None:
-        codec, picks, heads = layer.codec, layer.picks, padded_heads(layer.heads)
-        width, tokens = codec.rank + codec.rope_dim, min(SLICE_TOKENS, most_tokens)
-        bf16, int32 = torch.bfloat16, torch.int32
-        self.specs: Specs = (
-            ((max(most_rows, picks), width), bf16), ((most_tokens, width), bf16),
-            ((tokens, heads, width), bf16), *[((tokens, heads, codec.rank), bf16)] * 2,
-            *[((tokens, picks), int32)] * 2, *[((tokens,), int32)] * 2, ((most_tokens, layer.heads, codec.rank), bf16),
-            ((1 if layer.sinks is None else most_tokens, layer.heads), torch.float32),
-        )  # fmt: skip
-        self.partial = partial
+    def take() -> SparseMemory:
+        taken = current_workspace_manager().get_simultaneous(*specs, *partial)
+        return SparseMemory(tuple(taken[len(specs) :]), *taken[: len(specs)])
 
-    def take(self, _query: torch.Tensor | None = None) -> SparseMemory:
-        taken = current_workspace_manager().get_simultaneous(*self.specs, *self.partial)
-        own = len(self.specs)
-        return SparseMemory(tuple(taken[own:]), *taken[:own])
+    return take
+
+
+class RowGather(LayerKernel):
+    """Reads latent rows of one layer: picked tokens, and prefixes of prompts that read all tokens."""
+
+    def __init__(self, codec: LatentRowCodec) -> None:
+        self.codec = codec
+        self.bound: Launches = Launches()
+
+    def gather_tokens(
+        self, cache: torch.Tensor, block_table: torch.Tensor, requests: torch.Tensor, positions: torch.Tensor,
+        rows: torch.Tensor,
+    ) -> None:  # fmt: skip
+        """Fill `rows` [tokens, rank + rope_dim]: `requests` int32 [tokens / n] are those of n neighbours each in
+        `positions`, int32 [tokens]; negative: none."""
+        count, a_request = len(positions), len(positions) // len(requests)
+        assert len(rows) == count and rows.is_contiguous(), (rows.shape, count)
+        launch = self.bound.get(
+            ("gather", a_request),
+            (cache.data_ptr(), cache.stride()),
+            lambda: GatherRowsLaunch(self.codec.rows, cache, a_request),
+        )
+        grid, arguments = GatherRowsLaunch.step(count, block_table, requests)
+        launch(grid, (rows, positions), arguments)
+
+    def gather(
+        self, cache: torch.Tensor, block_table: torch.Tensor, chunk: PrefixChunk, rows: torch.Tensor,
+        recent: RecentContext | None = None,
+    ) -> None:  # fmt: skip
+        """See `ReferenceLatentPrefix.gather`. There is no ring."""
+        assert recent is None
+        numbers = torch.arange(len(rows), dtype=torch.int32, device=rows.device)
+        ends = chunk.cu_seq_lens[1:]
+        requests = torch.searchsorted(ends, numbers, right=True, out_int32=True)
+        positions = numbers - (chunk.cu_seq_lens[:-1] - chunk.starts)[requests.long()]
+        self.gather_tokens(cache, block_table, requests, positions, rows)
 
 
 def attend_rows(
@@ -157,8 +196,7 @@ class FlashPrompts(PrefillKernel[SparseBatch]):
 
     def attend(self, batch: SparseBatch, first: int, ring: Ring | None = None) -> None:
         metadata, memory = batch.metadata, batch.memory
-        new = slice(metadata.num_decode_tokens, len(batch.picks))
-        own_rows = self.raw(memory, (batch.new[0][new], batch.new[1][new]))
+        own_rows = self.raw(memory, batch.new_of_prompts())
         for prompt in metadata.prompts:
             rows = memory.rows[: prompt.stored_rows]
             if prompt.stored_rows:
@@ -167,7 +205,7 @@ class FlashPrompts(PrefillKernel[SparseBatch]):
             for part in memory.slices(prompt.first, prompt.last, 1):
                 inside = slice(part.start - prompt.first, part.stop - prompt.first)
                 picks = self.split(memory, batch.picks[part], prompt, inside)
-                queries, stored = (batch.queries[0][part], batch.queries[1][part]), None
+                queries, stored = batch.queries_of(part), None
                 if prompt.stored_rows:
                     stored = attend_rows(self.layer, memory, rows, picks[0], queries, memory.stored)
                 own = attend_rows(self.layer, memory, own_rows, picks[1], queries, memory.over_own)
@@ -215,14 +253,16 @@ class FlashPrompts(PrefillKernel[SparseBatch]):
         launch(grid, (output, other[0], own[0], own[1] if lse is None else lse), arguments)
 
 
-class TritonSinks(Sinks):
-    """Shares weights with the sinks of one layer."""
+class TritonSinks(LayerKernel):
+    """Shares weights with the sinks of one layer's heads."""
 
     def __init__(self, layer: SparseLayout) -> None:
         self.layer, self.mean = layer, layer.codec.stored_mean()
         self.bound: Launches = Launches()
 
     def share(self, output: torch.Tensor, lse: torch.Tensor, query: torch.Tensor) -> None:
+        """Rescale `output` [tokens, heads, rank] in place, by its lse fp32 [tokens, heads]. `query`: the first of
+        `Queries`."""
         layer, sinks = self.layer, self.layer.sinks
         assert sinks is not None
         held_for: tuple[Any, ...] = (sinks.data_ptr(), query.stride(), query.dtype)

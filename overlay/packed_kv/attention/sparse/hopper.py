@@ -18,8 +18,8 @@ from ...kernels.cuda.latent_schedule import LatentScheduler
 from ...kernels.triton.launch import Launches
 from ...kernels.triton.sparse_picks import CountPicksLaunch
 from ..choice import takes_cuda
+from ..layouts import SparseLayout
 from ..protocols import DecodeBatch, DecodeKernel
-from .layer import SparseLayout
 
 
 class HopperSparseStep(NamedTuple):

@@ -17,10 +17,11 @@ from vllm.model_executor.layers.attention.sparse_mla_attention import SparseMLAC
 from ...codecs.latent_rows import LatentRowCodec
 from ...facts import Attention, Facts, Layer
 from ...refusals import refuse
-from ..factory import Engine, sparse_kernels
+from ..factory import sparse_kernels
 from ..latent.base import PackedLatents, check_arguments
+from ..layouts import Engine, SparseLayout
 from ..warmup import block_size_of, warm_up_sparse
-from .layer import SparseKernels, SparseLayout
+from .layer import SparseKernels
 from .metadata import Latents, SparseLatentMetadata, workspace_rows
 
 
@@ -90,7 +91,7 @@ class SparseLatentImpl(PackedLatents, SparseMLACommonImpl[SparseLatentMetadata])
         layer = SparseLayout(codec, self.num_heads, self.scale, weights.constant, picks, self.sinks)
         self.kernels = sparse_kernels(layer, Engine.of(self.config, self.device), workspace_rows(self.config))
         if self.device.type == "cuda":
-            warm_up_sparse(self.kernels, layer, block_size_of(self.config))
+            warm_up_sparse(self.kernels, block_size_of(self.config))
 
     def _hand_over(self, new: Latents) -> None:
         metadata = self._metadata()
