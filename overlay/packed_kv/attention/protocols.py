@@ -30,8 +30,6 @@ class DecodeBatch:
     `max_query_len`: the most of one, known on the host. `positions`: int64 [tokens], or None over latents. `ring`: of
     these requests, of any of the layers that share the step; None: there is none. `lse`: with several ranks, over
     pages of pairs, and with sinks, over picked latents, fp32 [tokens, query heads], contiguous, filled; else None.
-
-    Of sparse attention alone: `requests`, int32 [tokens], the request of each query token; `memory`, the step's.
     """
 
     block_table: torch.Tensor
@@ -42,8 +40,6 @@ class DecodeBatch:
     positions: torch.Tensor | None = None
     ring: Ring | None = None
     lse: torch.Tensor | None = None
-    requests: torch.Tensor | None = None
-    memory: Any = None
 
 
 class RotatingStep(Protocol):

@@ -18,7 +18,7 @@ from .layer import PairAttention
 from .metadata import Batch, PackedMetadata
 from .protocols import DecodeBatch, LayerKernel, NewTokens
 from .sparse.layer import SparseKernels
-from .sparse.metadata import PromptPart
+from .sparse.metadata import PromptPart, SparseDecodes
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -236,7 +236,7 @@ def warm_up_sparse(kernels: SparseKernels, block_size: int) -> None:
     store, decode = kernels.store.kernel, kernels.decode
     with Ahead():
         store.write(store.prepare(NewTokens(one.long())), cache, *new)
-        batch = DecodeBatch(table, starts, one, 1, 1, lse=lse, requests=one, memory=memory)
+        batch = SparseDecodes(table, starts, one, 1, 1, lse=lse, requests=one, memory=memory)
         decode.attend(decode.prepare(batch), cache, (*queries, picks), output=output)
         gather.gather_tokens(cache, table, one, one, memory.rows[:1])
         of_prompt = prompts.split(memory, picks, PromptPart(0, 1, 1, one, one, one, one, one), slice(0, 1))

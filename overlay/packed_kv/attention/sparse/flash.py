@@ -21,8 +21,8 @@ from ...kernels.triton.launch import Launches
 from ...kernels.triton.sparse_picks import MergePicksLaunch, PickSinksLaunch, SplitPicksLaunch
 from ..latent.in_pytorch import PrefixChunk, RecentContext
 from ..layouts import SparseLayout
-from ..protocols import DecodeBatch, DecodeKernel, LayerKernel, PrefillKernel
-from .metadata import Latents, PromptPart, Queries, SparseBatch
+from ..protocols import DecodeKernel, LayerKernel, PrefillKernel
+from .metadata import Latents, PromptPart, Queries, SparseBatch, SparseDecodes
 
 HEADS = 64, 128
 """Query heads that FlashMLA's kernel takes; fewer are padded."""
@@ -156,7 +156,7 @@ def attend_rows(
     return found, lse
 
 
-class FlashDecodes(DecodeKernel[DecodeBatch, None]):
+class FlashDecodes(DecodeKernel[SparseDecodes, None]):
     """Attends to decodes of one layer, from gathered rows."""
 
     language, longest = "Triton", 1 << 30
@@ -165,10 +165,10 @@ class FlashDecodes(DecodeKernel[DecodeBatch, None]):
         self.layer, self.kind, self.rows, self.bound = layer, layer.kind, rows, rows.bound
 
     def attend(
-        self, step: DecodeBatch, cache: torch.Tensor, queries: tuple[torch.Tensor, ...], ring: Ring | None = None,
+        self, step: SparseDecodes, cache: torch.Tensor, queries: tuple[torch.Tensor, ...], ring: Ring | None = None,
         output: torch.Tensor | None = None,
     ) -> None:  # fmt: skip
-        assert output is not None and step.requests is not None
+        assert output is not None
         layer, memory, (q_latent, q_rope, picks) = self.layer, step.memory, queries
         for part in memory.slices(0, len(output), picks.shape[1]):
             picked = picks[part]

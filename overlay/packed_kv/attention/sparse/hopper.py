@@ -20,6 +20,7 @@ from ...kernels.triton.sparse_picks import CountPicksLaunch
 from ..choice import takes_cuda
 from ..layouts import SparseLayout
 from ..protocols import DecodeBatch, DecodeKernel
+from .metadata import SparseDecodes
 
 
 class HopperSparseStep(NamedTuple):
@@ -27,7 +28,7 @@ class HopperSparseStep(NamedTuple):
     layer's own."""
 
     decode: cuda_picks.PickStep
-    tensors: tuple[DecodeBatch, cuda.Parts]
+    tensors: tuple[SparseDecodes, cuda.Parts]
 
 
 class HopperSparse(DecodeKernel[HopperSparseStep, None]):
@@ -48,8 +49,9 @@ class HopperSparse(DecodeKernel[HopperSparseStep, None]):
         """Shapes and dtypes of partial results, in the workspace."""
 
     def prepare(self, batch: DecodeBatch) -> HopperSparseStep:
+        assert isinstance(batch, SparseDecodes)
         tokens, layer, requests = batch.tokens, self.layer, batch.requests
-        assert tokens <= len(self.counts) and requests is not None, (tokens, len(self.counts))
+        assert tokens <= len(self.counts), (tokens, len(self.counts))
         counts = self.counts[:tokens]
         check_int32(requests, batch.query_start, batch.seq_lens)
         launch = self.bound.get("count", None, CountPicksLaunch)

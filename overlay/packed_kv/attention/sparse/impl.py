@@ -15,8 +15,8 @@ import torch
 from vllm.model_executor.layers.attention.sparse_mla_attention import SparseMLACommonImpl
 
 from ...codecs.latent_rows import LatentRowCodec
-from ...facts import Attention, Facts, Layer
-from ...refusals import refuse
+from ...refusals.facts import Attention, Facts, Layer
+from ...refusals.table import refuse
 from ..factory import sparse_kernels
 from ..latent.base import PackedLatents, check_arguments
 from ..layouts import Engine, SparseLayout

@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..layouts import SparseLayout
-from ..protocols import DecodeBatch, DecodeKernel, PrefillKernel
+from ..protocols import DecodeKernel, PrefillKernel
 from ..step import StepKey
 from ..store import LatentStore
 from .in_pytorch import attend_in_pytorch
-from .metadata import Latents, Queries, SparseBatch, SparseLatentMetadata
+from .metadata import Latents, Queries, SparseBatch, SparseDecodes, SparseLatentMetadata
 
 if TYPE_CHECKING:
     from .flash import TritonSinks
@@ -81,7 +81,7 @@ class SparseKernels:
         metadata, tokens = batch.metadata, batch.metadata.num_decode_tokens
         assert self.decode is not None and metadata.seq_lens is not None
         return self.decode.prepare(
-            DecodeBatch(
+            SparseDecodes(
                 block_table=metadata.block_table,
                 query_start=metadata.query_start_loc,
                 seq_lens=metadata.seq_lens,

@@ -19,6 +19,7 @@ from vllm.v1.kv_cache_interface import AttentionSpec
 from ...kernels.ahead import wait_for_all
 from ...vllm_compat import sparse_workspace_contexts
 from ..metadata import check_batch
+from ..protocols import DecodeBatch
 from ..step import StepCache
 
 Latents = tuple[torch.Tensor, torch.Tensor]
@@ -61,6 +62,15 @@ class SparseLatentMetadata(SparseMLACommonMetadata):
 
     def __post_init__(self) -> None:
         pass  # vLLM's own allows three sizes
+
+
+@dataclass(frozen=True, kw_only=True)
+class SparseDecodes(DecodeBatch):
+    """The decodes of a step, with `requests`, int32 [tokens], the request of each query token, and `memory`, the step's
+    `SparseMemory`."""
+
+    requests: torch.Tensor
+    memory: Any
 
 
 @dataclass(frozen=True)
