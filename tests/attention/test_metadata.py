@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from packed_kv.attention import metadata
 from packed_kv.attention.layer import PairKernels
+from packed_kv.attention.layouts import EngineLimits
 from packed_kv.attention.metadata import PackedMetadataBuilder
 from packed_kv.formats import FORMATS
 from packed_kv.kernels.served import CUDA, TRITON, Pairs, longest_of
@@ -158,5 +160,13 @@ def test_most_query_tokens_of_decodes(drafts: int | None, is_parallel: bool, bat
     """Those of all requests with their drafts, of which parallel drafting has twice as many, if a batch holds them."""
     speculative = drafts and SimpleNamespace(num_speculative_tokens=drafts, parallel_drafting=is_parallel)
     scheduler = SimpleNamespace(max_num_seqs=8, max_num_batched_tokens=batched)
-    config = SimpleNamespace(speculative_config=speculative, scheduler_config=scheduler)
-    assert metadata.most_decode_tokens(config) == expected
+    model = SimpleNamespace(attention_chunk_size=None, dtype=torch.bfloat16, max_model_len=100)
+    compilation = SimpleNamespace(static_forward_context={})
+    config: Any = SimpleNamespace(
+        speculative_config=speculative, scheduler_config=scheduler, model_config=model, compilation_config=compilation,
+        additional_config={},
+    )  # fmt: skip
+    engine = EngineLimits.of(config, torch.device("cpu"))
+    assert (engine.decode_tokens, engine.batch_tokens) == (expected, batched)
+    model.attention_chunk_size = 64
+    assert EngineLimits.of(config, torch.device("cpu")).limits.max_requests == 16

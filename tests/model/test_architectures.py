@@ -62,7 +62,7 @@ WHISPERS = ("MoonshotKimiaForCausalLM", "MossTranscribeDiarizeForConditionalGene
 """Models with Whisper's encoder, whose decoder, and whose causal encoder but in VoxtralRealtime, they do not have."""
 OF_WHISPER = ("layer CrossAttention", "WhisperCausalAttentionWithBlockPooling", "create_whisper_attention_backend")
 OF_PICKS = "DeepseekV32"
-"""Part of the names of classes that models of `SPARSE_LATENTS` have: `attention/latent/sparse_impl.py` serves them, and
+"""Part of the names of classes that models of `SPARSE_LATENTS` have: `attention/sparse/impl.py` serves them, and
 a patch has their layer let it store."""
 VERSIONS = ("0.33.0", "0.31.0")
 """Besides the installed one."""

@@ -146,7 +146,7 @@ def test_a_fault_is_found(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
 @on_cpu
 def test_without_a_compiler_pytorch_is_tested(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        cpu, "find_kernels", lambda _fmt, _dim, codec, *_rest: (reference_pair_store(codec), None, None)
+        cpu, "find_kernels", lambda _fmt, layer, _engine: (reference_pair_store(layer.codec), None, None)
     )
     (row,) = rows_of(["turboquant25"])
     assert row["is_right"] and row["kernel"] == "PyTorch"

@@ -13,49 +13,24 @@ from typing import Any, NamedTuple
 import torch
 from vllm.v1.worker.workspace import current_workspace_manager
 
-from ..codecs.pages import PagedCodec
 from ..codecs.ring import Ring
 from ..gpu_generations import generation_of
 from ..kernels.cuda import launch as cuda
-from ..kernels.served import CUDA, TRITON, Pairs, longest_of
+from ..kernels.served import CUDA, TRITON, longest_of
 from ..kernels.triton.decode import TILE_TOKENS, DecodeLaunch, DecodeShape, most_registers
 from ..kernels.triton.launch import Launches, StepLaunch
 from ..kernels.triton.means import Means
 from ..kernels.triton.merge import MergeLaunch, merge_tile
 from ..kernels.triton.rotate import QueryRotation, RotateQueryLaunch, rotation_matrix
-from ..reference.attention import AttentionOptions
-from .choice import Limits, find_kernel
-from .context_shard import UNSHARDED, ContextShard
+from .choice import find_kernel
+from .layouts import PairLayout
 from .protocols import DecodeBatch, DecodeKernel
 
 
-@dataclass(frozen=True)
-class PairLayout:
-    """Shape of a layer of pairs, and options of its decode attention.
-
-    `codec`: on a CUDA device. `query_heads`, `kv_heads`: of this rank; of all ranks that split the tokens, where there
-    are several. `shard`: what is in this rank's pages. Where there are several ranks, a step has lse to fill.
-    """
-
-    codec: PagedCodec
-    query_heads: int
-    kv_heads: int
-    options: AttentionOptions
-    limits: Limits
-    shard: ContextShard = UNSHARDED
-
-    def rotation(self) -> QueryRotation:
-        """Return how the layer's queries are rotated, scaled and corrected for the means of keys."""
-        means = Means.of(self.codec.key.transform, has_first=self.shard.has_first)
-        return QueryRotation(rotation_matrix(self.codec.key, self.kv_heads), self.options.scale, means)
-
-    def asked(self) -> Pairs:
-        """Return what a kernel is asked to serve."""
-        codec, options = self.codec, self.options
-        return Pairs(
-            codec.key.fmt, codec.key.head_dim, self.query_heads // self.kv_heads, codec.value.head_dim,
-            options.sliding_window, options.logits_soft_cap, options.sinks is not None,
-        )  # fmt: skip
+def rotation_of(layer: PairLayout) -> QueryRotation:
+    """Return how a layer's queries are rotated, scaled and corrected for the means of keys."""
+    means = Means.of(layer.codec.key.transform, has_first=layer.shard.has_first)
+    return QueryRotation(rotation_matrix(layer.codec.key, layer.kv_heads), layer.options.scale, means)
 
 
 class PairKind(NamedTuple):
@@ -209,6 +184,8 @@ class Splits:
 class TritonPairs(DecodeKernel[TritonPairStep, None]):
     """The Triton kernel over the pages of one layer of pairs."""
 
+    language = "Triton"
+
     def __init__(self, layer: PairLayout, rotation: QueryRotation) -> None:
         self.layer, self.longest = layer, longest_of(TRITON, layer.asked())
         self.splits = Splits(layer, rotation, self.longest)
@@ -255,6 +232,8 @@ class TritonPairs(DecodeKernel[TritonPairStep, None]):
 
 class HopperPairs(DecodeKernel[HopperPairStep, None]):
     """The CUDA kernel over the pages of one layer of pairs."""
+
+    language = "CUDA"
 
     def __init__(self, layer: PairLayout, rotation: QueryRotation) -> None:
         limits, group = layer.limits, layer.query_heads // layer.kv_heads

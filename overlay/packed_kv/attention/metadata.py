@@ -204,12 +204,6 @@ def longest_decode(vllm_config: VllmConfig) -> int:
     return 1 + (2 if speculative.parallel_drafting else 1) * (speculative.num_speculative_tokens or 0)
 
 
-def most_decode_tokens(vllm_config: VllmConfig) -> int:
-    """Query tokens of a batch's decodes, drafts included."""
-    scheduler = vllm_config.scheduler_config
-    return min(scheduler.max_num_seqs * longest_decode(vllm_config), scheduler.max_num_batched_tokens)
-
-
 def engine_of(vllm_config: VllmConfig) -> Engine:
     """Return what decides which kernel serves the engine's decodes; its layers know their limits."""
     found = current_platform.get_device_capability()

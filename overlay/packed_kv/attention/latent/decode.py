@@ -13,7 +13,6 @@ from typing import NamedTuple
 import torch
 from vllm.v1.worker.workspace import current_workspace_manager
 
-from ...codecs.latent import LatentCodec
 from ...codecs.ring import Ring
 from ...gpu_generations import generation_of
 from ...kernels import power_of_2
@@ -31,30 +30,11 @@ from ...kernels.triton.latent_decode import (
 )
 from ...kernels.triton.latent_ring import AttendLatentRingLaunch, split_lens
 from ...kernels.triton.launch import Launches, StepLaunch
-from ..choice import Limits, find_kernel
+from ..choice import find_kernel
+from ..layouts import LatentLayout
 from ..protocols import DecodeBatch, DecodeKernel
 
 Attended = tuple[torch.Tensor, torch.Tensor | None]
-
-
-@dataclass(frozen=True)
-class LatentLayout:
-    """Shape of a layer of latents, and options of its decode attention.
-
-    `codec`: on a CUDA device. `heads`: query heads of this rank, or of all that split its tokens. `scale`: of scores.
-    `dtype`: of queries and outputs, fp16 or bf16. `constant`: fp32 [rank], added to outputs, or None. `window`: tokens
-    that a query reads in its request's ring, 0: there is none. `is_shard`: whether the pages hold a rank's part of the
-    tokens.
-    """
-
-    codec: LatentCodec
-    heads: int
-    scale: float
-    dtype: torch.dtype
-    limits: Limits
-    constant: torch.Tensor | None
-    window: int = 0
-    is_shard: bool = False
 
 
 class LatentKind(NamedTuple):
@@ -143,6 +123,8 @@ class TritonLatentStep(NamedTuple):
 
 class TritonLatents(DecodeKernel[TritonLatentStep, Attended]):
     """The Triton kernels over latents of one layer."""
+
+    language = "Triton"
 
     def __init__(self, layer: LatentLayout) -> None:
         self.layer, self.longest = layer, layer.limits.longest_decode
@@ -243,6 +225,8 @@ class HopperLatentStep(NamedTuple):
 
 class HopperLatents(DecodeKernel[HopperLatentStep, Attended]):
     """The CUDA kernels over latents of one layer. The launch for the ring merges the parts over pages, too."""
+
+    language = "CUDA"
 
     def __init__(self, layer: LatentLayout) -> None:
         self.layer, self.longest = layer, layer.limits.longest_decode

@@ -5,11 +5,11 @@ Each query token is to the kernel what a request is to dense attention; see `ker
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 
+from ...codecs.ring import Ring
 from ...kernels.checks import check_int32
 from ...kernels.cuda import latent_launch as cuda
 from ...kernels.cuda import latent_pick_launch as cuda_picks
@@ -18,76 +18,57 @@ from ...kernels.served import CUDA, Latents
 from ...kernels.triton.launch import Launches
 from ...kernels.triton.sparse_picks import CountPicksLaunch
 from ..choice import Limits, find_kernel
-from ..step import StepKey
-from .picks import PickLayout
-from .sparse_metadata import SparseLatentMetadata
+from ..layouts import SparseLayout
+from ..protocols import DecodeBatch, DecodeKernel
+from .metadata import SparseDecodes
 
 
-class PickKind(NamedTuple):
-    """Key of the layers that share a step."""
-
-    heads: int
-    scale: float
-    picks: int
-    has_sinks: bool
-
-
-class HopperPickStep(NamedTuple):
-    """Arguments and grids of a step's launches. The arguments are addresses of `parts`, of the layer's own tensors and
-    of the metadata's, whose cache keeps the step."""
+class HopperSparseStep(NamedTuple):
+    """Arguments and grids of a step's launches; `tensors` are those whose addresses the arguments are, besides the
+    layer's own."""
 
     decode: cuda_picks.PickStep
-    parts: cuda.Parts
-    lse: torch.Tensor | None
+    tensors: tuple[SparseDecodes, cuda.Parts]
 
 
-class HopperPicks:
+class HopperSparse(DecodeKernel[HopperSparseStep, None]):
     """The CUDA kernel over picked rows of a layer of this layout. `most_tokens`: query tokens of a batch's decodes."""
 
-    def __init__(self, layer: PickLayout, most_tokens: int) -> None:
-        self.layer, device = layer, layer.codec.device
+    language, longest = "CUDA", 1 << 30
+
+    def __init__(self, layer: SparseLayout, most_tokens: int) -> None:
+        self.layer, self.kind, device = layer, layer.kind, layer.codec.device
         sm_count = torch.cuda.get_device_properties(device).multi_processor_count
-        self.kind = PickKind(layer.heads, layer.scale, layer.picks, layer.sinks is not None)
         self.shape = cuda.shape_of(layer.heads, sm_count)
         self.scheduler = LatentScheduler(most_tokens, sm_count, device)
         self.numbers = torch.arange(most_tokens + 1, dtype=torch.int32, device=device)
         self.counts = torch.zeros(most_tokens, dtype=torch.int32, device=device)
         self.bound: Launches = Launches()
         rows, fp32 = self.shape.partial_rows(), torch.float32
-        self.specs = ((rows, layer.codec.rank), fp32), ((rows, 2), fp32)
+        self.partial = ((rows, layer.codec.rank), fp32), ((rows, 2), fp32)
         """Shapes and dtypes of partial results, in the workspace."""
 
-    def prepare(
-        self, metadata: SparseLatentMetadata, tokens: int, partial: tuple[torch.Tensor, ...], lse: torch.Tensor | None
-    ) -> HopperPickStep:
-        """Return the step of a batch's decodes, of so many query tokens. `partial`: of the shapes in `specs`;
-        `lse`: see `PickKernels.decode`."""
+    def prepare(self, batch: DecodeBatch) -> HopperSparseStep:
+        assert isinstance(batch, SparseDecodes)
+        tokens, layer, requests = batch.tokens, self.layer, batch.requests
         assert tokens <= len(self.counts), (tokens, len(self.counts))
-        layer, counts = self.layer, self.counts[:tokens]
-        requests, query_start = metadata.req_id_per_token[:tokens], metadata.query_start_loc
-        seq_lens = metadata.seq_lens
-        assert seq_lens is not None
-        check_int32(requests, query_start, seq_lens)
+        counts = self.counts[:tokens]
+        check_int32(requests, batch.query_start, batch.seq_lens)
         launch = self.bound.get("count", None, CountPicksLaunch)
         grid, arguments = CountPicksLaunch.step(tokens, layer.picks)
-        launch(grid, (counts, requests, query_start, seq_lens), arguments)
-        parts = cuda.Parts(self.shape, self.scheduler(counts, self.shape.partitions), *partial)
-        tables = metadata.block_table, requests, self.numbers[: tokens + 1], counts
-        return HopperPickStep(cuda_picks.make_pick_step(layer.heads, layer.scale, *tables, parts, lse), parts, lse)
+        launch(grid, (counts, requests, batch.query_start, batch.seq_lens), arguments)
+        parts = cuda.Parts(self.shape, self.scheduler(counts, self.shape.partitions), *batch.memory.partial)
+        tables = batch.block_table, requests, self.numbers[: tokens + 1], counts
+        decode = cuda_picks.make_pick_step(layer.heads, layer.scale, *tables, parts, batch.lse)
+        return HopperSparseStep(decode, (batch, parts))
 
     def attend(
-        self, metadata: SparseLatentMetadata, cache: torch.Tensor, queries: tuple[torch.Tensor, torch.Tensor],
-        picks: torch.Tensor, output: torch.Tensor, lse: torch.Tensor | None,
-        take_partial: Callable[[], tuple[torch.Tensor, ...]],
+        self, step: HopperSparseStep, cache: torch.Tensor, queries: tuple[torch.Tensor, ...], ring: Ring | None = None,
+        output: torch.Tensor | None = None,
     ) -> None:  # fmt: skip
-        """See `PickKernels.decode`. `take_partial`: returns memory of the shapes in `specs`, which the layers of a step
-        share, as they do `lse`; asked by the first."""
-        tokens, (query, rope_query) = len(output), queries
-        key = StepKey("picks", self.kind)
-        step = metadata.steps.get(key, lambda: self.prepare(metadata, tokens, take_partial(), lse))
-        assert step.decode.step.requests == tokens, (step.decode.step.requests, tokens)
+        query, rope_query, picks = queries
+        assert output is not None and step.decode.step.requests == len(output), step.decode.step.requests
         assert picks.shape[1] >= self.layer.picks, (picks.shape, self.layer.picks)
-        assert step.lse is lse or (step.lse is not None and lse is not None and step.lse.data_ptr() == lse.data_ptr())
         held_for = (cache.data_ptr(), cache.stride(), query.dtype)
         decode = self.bound.get("decode", held_for, lambda: self._bind(cache, query.dtype))
         decode(step.decode, query, rope_query, output, picks)
@@ -101,8 +82,8 @@ class HopperPicks:
         return decode
 
 
-def pick_decode(layer: PickLayout, option: str, most_tokens: int, longest_decode: int) -> HopperPicks | None:
-    """Choose the decode kernel of a layer; None: its picks are gathered for FlashMLA.
+def hopper_kernel(layer: SparseLayout, option: str, most_tokens: int, longest_decode: int) -> HopperSparse | None:
+    """Return the CUDA kernel where it serves a layer, and log the choice; None: picks are gathered for FlashMLA.
 
     Args:
         layer: its layout.
@@ -116,4 +97,4 @@ def pick_decode(layer: PickLayout, option: str, most_tokens: int, longest_decode
         codec.device, option, Limits(longest_decode, most_tokens), asked, f"picked latents, {layer.heads} query heads",
         "Triton gathers picked latents to bf16 for FlashMLA, 1.3 to 1.7 times fp8_ds_mla's time on an H200",
     )  # fmt: skip
-    return HopperPicks(layer, most_tokens) if served.kernel == CUDA else None
+    return HopperSparse(layer, most_tokens) if served.kernel == CUDA else None
