@@ -57,7 +57,8 @@ class SparseKernels:
         Returns:
             [tokens, heads, rank] of the queries' dtype, on a GPU in memory that the next layer overwrites.
         """
-        tokens, decodes, kind = len(picks), metadata.num_decode_tokens, self.layer.kind
+        tokens, kind = len(picks), self.layer.kind
+        decodes = min(tokens, metadata.num_decode_tokens)
         assert tokens == decodes or (new is not None and metadata.prompts), "prompts without their latents"
         if self.decode is None:
             output, lse = torch.empty_like(queries[0]), queries[0].new_empty(queries[0].shape[:2], dtype=torch.float32)
@@ -69,7 +70,7 @@ class SparseKernels:
         batch = SparseBatch(metadata, cache, queries, picks, new, memory, output, lse if self.sinks else None)
         if decodes:
             part = slice(decodes)
-            step = metadata.steps.get(StepKey("decode", kind), lambda: self._prepare_decodes(batch))
+            step = metadata.steps.get(StepKey("decode", kind), lambda: self._prepare_decodes(batch, decodes))
             self.decode.attend(step, cache, (*batch.queries_of(part), picks[part]), output=output[part])
         if tokens > decodes:
             self.prefill.attend(batch, metadata.num_decodes)
@@ -77,8 +78,8 @@ class SparseKernels:
             self.sinks.share(output, lse, queries[0])
         return output
 
-    def _prepare_decodes(self, batch: SparseBatch) -> Any:
-        metadata, tokens = batch.metadata, batch.metadata.num_decode_tokens
+    def _prepare_decodes(self, batch: SparseBatch, tokens: int) -> Any:
+        metadata = batch.metadata
         assert self.decode is not None and metadata.seq_lens is not None
         return self.decode.prepare(
             SparseDecodes(
