@@ -411,7 +411,15 @@ def settings(extra: dict[str, Any]) -> Any:
     """Stand-in for a VllmConfig, as far as `tiers` reads it."""
     return SimpleNamespace(
         kv_transfer_config=KVTransferConfig("MultiConnector", kv_role="kv_both", kv_connector_extra_config=extra),
-        model_config=SimpleNamespace(model="none", revision=None, use_mla=False),
+        model_config=SimpleNamespace(
+            model="none",
+            revision=None,
+            use_mla=False,
+            dtype="bfloat16",
+            hf_config={},
+            hf_text_config=SimpleNamespace(),
+            architecture="LlamaForCausalLM",
+        ),
         load_config=SimpleNamespace(load_format="auto"),
         cache_config=SimpleNamespace(kv_cache_dtype_skip_layers=[]),
         additional_config={},

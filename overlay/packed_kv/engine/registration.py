@@ -230,6 +230,7 @@ class PackedDTypeHandler:
         Raises Refused, OptionError, CalibrationError, and ValueError for tiers without a folder.
         """
         from ..settings.calibration import read_calibration
+        from ..settings.model_options import keep_numbers
         from ..settings.options import check_files
         from ..settings.self_calibration import resolve_auto
         from ..sharing.tiers import check_tiers, replace_tiers
@@ -243,6 +244,7 @@ class PackedDTypeHandler:
             _warn_of_rotary_embedding(vllm_config)
         check_files(read_options(vllm_config.additional_config))
         check_tiers(vllm_config)
+        keep_numbers(vllm_config)
         log_window(vllm_config)
         resolve_auto(vllm_config)
         file = read_calibration(vllm_config)
