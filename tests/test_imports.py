@@ -14,7 +14,7 @@ FLOORS = (
     "formats", "layout", "json_file", "child_process", "config_defaults", "config_fields", "state_layers",
     "layer_kinds", "model_shape", "cache_scheme", "rope", "architectures",
     "facts", "config_facts", "refusals", "channel_calibration", "calibration_file", "codecs", "reference", "kernels",
-    "vllm_compat", "settings", "window", "attention", "sharing", "engine", "plugin",
+    "vllm_compat", "settings", "window", "attention", "planning", "sharing", "engine", "plugin",
 )  # fmt: skip
 """Rooms from the bottom up. A module imports its own room and those below it."""
 BESIDE = {
@@ -31,21 +31,6 @@ BESIDE = {
         "reference",
         "vllm_compat",
         "window",
-        "attention",
-    },
-    "planning": {
-        "formats",
-        "layout",
-        "json_file",
-        "config_defaults",
-        "config_fields",
-        "state_layers",
-        "layer_kinds",
-        "model_shape",
-        "cache_scheme",
-        "facts",
-        "refusals",
-        "kernels",
         "attention",
     },
     "commands": {

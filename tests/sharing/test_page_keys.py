@@ -23,6 +23,7 @@ from calibration_files import ORDERS, OUTLIERS, content, write
 from checkout import DEMO_MODEL
 from harness import engine
 from packed_kv import formats, refusals
+from packed_kv.calibration_file import CalibrationError
 from packed_kv.engine import registration
 from packed_kv.formats import FORMATS
 from packed_kv.settings.model_options import MODEL_OPTIONS, TOKENIZER_OPTIONS, keep_numbers, model_numbers
@@ -164,6 +165,12 @@ def test_fingerprint_of_a_calibration(tmp_path: Path) -> None:
         for field in ORDERS:
             del entry[field]
     assert differ(plain, fingerprints(tmp_path, file=write(tmp_path / "other", file))) == with_outliers
+
+
+def test_a_named_file_that_is_not_there_has_no_fingerprint(tmp_path: Path) -> None:
+    """As that of an engine without calibration it would find wrong pages."""
+    with pytest.raises(CalibrationError, match=r"missing\.json"):
+        fingerprint(settings(tmp_path, "tq4", file=tmp_path / "missing.json"), FORMATS["tq4"])
 
 
 def test_fingerprint_of_weights(tmp_path: Path) -> None:

@@ -235,9 +235,11 @@ class PackedDTypeHandler:
         from ..settings.self_calibration import resolve_auto
         from ..sharing.tiers import check_tiers, replace_tiers
         from ..window.size import log_window
+        from .capacity import check_planned_padding
 
         facts = Facts(*engine_facts(vllm_config).records, given_facts(vllm_config))
         refuse(facts, self.name)
+        check_planned_padding(vllm_config)
         if asked := said_of_cache(getattr(vllm_config.model_config.hf_config, "quantization_config", None) or {}):
             logger.info("KV cache dtype %s: %s", self.name, asked)
         if facts.latents.is_mla and facts.engine.platform == "cpu":
