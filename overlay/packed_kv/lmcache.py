@@ -142,7 +142,7 @@ class PackedVectors:
 
 def _checksum(content: torch.Tensor) -> bytes:
     """CRC-32 of bytes, uint8, as 4 bytes."""
-    return zlib.crc32(content.cpu().numpy()).to_bytes(4, "little")
+    return zlib.crc32(content.cpu().numpy().data).to_bytes(4, "little")
 
 
 class PackedSerializer(Serializer):

@@ -198,7 +198,8 @@ def check_planned_padding(vllm_config: VllmConfig) -> None:
         shape = model_shape.parse(model.hf_config.to_dict(), model.model, parallel.tensor_parallel_size)
     except BadInput:
         return
-    if len({(layer.kv_heads, layer.head_size, layer.value_size) for layer in shape.attention}) > 1:
+    is_chunked = any(layer.kind == "chunked" for layer in shape.attention)  # refused when the layers are made
+    if is_chunked or len({(layer.kv_heads, layer.head_size, layer.value_size) for layer in shape.attention}) > 1:
         return
     serving = Serving(
         model.max_model_len,
