@@ -47,16 +47,16 @@ class StuckPages(OSError):
     """Damaged pages that cannot be deleted, so that none can be written in their place."""
 
 
-def write_pages(path: Path, root: Path, pages: memoryview, direct: bool) -> None:
+def write_pages(path: Path, root: Path, pages: memoryview, direct: bool) -> bool:
     """Write a file of pages (bytes) and its footer below `root`, for its owner alone (0600, in folders of 0700).
 
-    Leaves a file of the right size as it is; anything else in its place gives way. Another process sees all of the file
-    or nothing. Raises OSError.
+    Leaves a file of the right size as it is, and returns False; anything else in its place gives way. Another process
+    sees all of the file or nothing. Raises OSError.
     """
     if os.path.lexists(path):
         found = path.lstat()
         if stat.S_ISREG(found.st_mode) and found.st_size == len(pages) + FOOTER:
-            return
+            return False
         _clear(path)
     private_folder(path.parent)
     temporary = path.with_name(f"{path.name}_{os.getpid()}_{os.urandom(4).hex()}.tmp")
@@ -69,6 +69,7 @@ def write_pages(path: Path, root: Path, pages: memoryview, direct: bool) -> None
         if written != len(pages) + FOOTER:
             raise OSError(f"{path}: {written} of {len(pages) + FOOTER} bytes written")
         temporary.replace(path)
+        return True
     except OSError:
         temporary.unlink(missing_ok=True)
         raise
@@ -259,10 +260,11 @@ class PackedFileTier(FileSystemTierManager):
     def _store(self, job: int, _first: int, chunks: Sequence[tuple[Path, memoryview]]) -> None:
         """Write chunks, in a thread. A later lookup misses what cannot be written: one line of the log, until
         something can be written again."""
+        has_written = False
         try:
             for path, pages in chunks:
                 if path not in self.stuck:
-                    write_pages(path, self.root, pages, self.internals.use_o_direct)
+                    has_written |= write_pages(path, self.root, pages, self.internals.use_o_direct)
         except OSError as error:
             self.failed_stores.add(job)
             self.internals.store_keys.pop(job, None)  # of which vLLM would tell others
@@ -271,7 +273,7 @@ class PackedFileTier(FileSystemTierManager):
                     "KV pages on disk: cannot write into %s (%s); new pages are not stored", self.root, error
                 )
         else:
-            if self._is_news(can_write=True):
+            if has_written and self._is_news(can_write=True):
                 logger.info("KV pages on disk: writing into %s works again", self.root)
 
     def _is_news(self, can_write: bool) -> bool:
