@@ -22,10 +22,11 @@ from block_store import BlockStore
 from calibration_files import ORDERS, OUTLIERS, content, write
 from checkout import DEMO_MODEL
 from harness import engine
-from packed_kv import formats, refusals
+from packed_kv import formats
 from packed_kv.calibration_file import CalibrationError
 from packed_kv.engine import registration
 from packed_kv.formats import FORMATS
+from packed_kv.refusals import table as refusals
 from packed_kv.settings.model_options import MODEL_OPTIONS, TOKENIZER_OPTIONS, keep_numbers, model_numbers
 from packed_kv.sharing.fingerprint import fingerprint
 from safetensors.torch import load_file, save_file

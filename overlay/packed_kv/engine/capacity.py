@@ -21,14 +21,14 @@ from vllm.v1.kv_cache_interface import (
     UniformTypeKVCacheSpecs,
 )
 
-from .. import model_shape
-from ..config_fields import BadInput
-from ..facts import Cache, Facts, Pages
 from ..formats import FORMATS
 from ..layout import MICRO_BLOCK
-from ..model_shape import DENSE, FP8
+from ..model import shape as model_shape
+from ..model.config_fields import BadInput
+from ..model.shape import DENSE, FP8
 from ..planning.cache import Serving, packed_pages
-from ..refusals import SLIDING, refuse
+from ..refusals.facts import Cache, Facts, Pages
+from ..refusals.table import SLIDING, refuse
 from ..settings.options import read_options
 from ..sharing.fingerprint import fingerprint
 from ..vllm_compat import get_kv_cache_groups

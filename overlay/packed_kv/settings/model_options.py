@@ -6,7 +6,7 @@ import dataclasses
 import re
 from typing import TYPE_CHECKING, Any
 
-from ..rope import rope_parameters
+from ..model.rope import rope_parameters
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
