@@ -13,7 +13,7 @@ PACKAGE = REPO / "overlay" / "packed_kv"
 FLOORS = (
     "formats", "layout", "json_file", "child_process", "model", "refusals",
     "channel_calibration", "calibration_file", "codecs", "reference", "kernels",
-    "vllm_compat", "settings", "window", "attention", "planning", "sharing", "engine", "plugin",
+    "vllm_compat", "settings", "window", "attention", "sharing", "planning", "engine", "plugin",
 )  # fmt: skip
 """Rooms from the bottom up. A module imports its own room and those below it."""
 BESIDE = {
