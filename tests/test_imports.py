@@ -13,7 +13,7 @@ PACKAGE = REPO / "overlay" / "packed_kv"
 FLOORS = (
     "formats", "layout", "gpu_generations", "json_file", "child_process", "model", "refusals",
     "channel_calibration", "calibration_file", "codecs", "reference", "kernels",
-    "vllm_compat", "settings", "window", "attention", "sharing", "engine", "plugin",
+    "vllm_compat", "settings", "window", "attention", "sharing", "planning", "engine", "plugin",
 )  # fmt: skip
 """Rooms from the bottom up. A module imports its own room and those below it."""
 BESIDE = {
@@ -33,7 +33,6 @@ BESIDE = {
         "window",
         "attention",
     },
-    "planning": {"formats", "layout", "gpu_generations", "json_file", "model", "refusals", "kernels"},
     "commands": {
         "formats",
         "layout",

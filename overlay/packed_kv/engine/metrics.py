@@ -151,7 +151,8 @@ def _asked(config: VllmConfig) -> Pairs | Latents:
 
 
 def info(config: VllmConfig, fmt: Format) -> dict[str, str]:
-    """Labels of `packed_kv_info`. Bytes are of one rank; "unknown" for a model that `model/shape.py` cannot read."""
+    """Labels of `packed_kv_info`. Bytes are of one rank; "unknown" for a model that `model/shape.py` cannot read, and a
+    fingerprint by a calibration file that this process does not have."""
     from ..settings.calibration import model_folder
     from ..settings.options import AUTO, read_options
     from ..settings.self_calibration import settled_file
@@ -177,7 +178,7 @@ def info(config: VllmConfig, fmt: Format) -> dict[str, str]:
         "ratio": f"{dense / stored:.2f}" if stored else "unknown",
         "recent_tokens": str(find_window(config)[0]),
         "calibration": str(path) if path.is_file() else "none",
-        "fingerprint": fingerprint(config, fmt),
+        "fingerprint": fingerprint(config, fmt) if path.is_file() or options.calibration is None else "unknown",
     }
 
 

@@ -230,19 +230,23 @@ class PackedDTypeHandler:
         Raises Refused, OptionError, CalibrationError, and ValueError for tiers without a folder.
         """
         from ..settings.calibration import read_calibration
+        from ..settings.model_options import keep_numbers
         from ..settings.options import check_files
         from ..settings.self_calibration import resolve_auto
         from ..sharing.tiers import check_tiers, replace_tiers
         from ..window.size import log_window
+        from .capacity import check_planned_padding
 
         facts = Facts(*engine_facts(vllm_config).records, given_facts(vllm_config))
         refuse(facts, self.name)
+        check_planned_padding(vllm_config)
         if asked := said_of_cache(getattr(vllm_config.model_config.hf_config, "quantization_config", None) or {}):
             logger.info("KV cache dtype %s: %s", self.name, asked)
         if facts.latents.is_mla and facts.engine.platform == "cpu":
             _warn_of_rotary_embedding(vllm_config)
         check_files(read_options(vllm_config.additional_config))
         check_tiers(vllm_config)
+        keep_numbers(vllm_config)
         log_window(vllm_config)
         resolve_auto(vllm_config)
         file = read_calibration(vllm_config)

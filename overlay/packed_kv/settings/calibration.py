@@ -200,12 +200,13 @@ def transforms_of_model(config: VllmConfig, fmt: Format) -> dict[int, dict[str, 
     """Calibration that the pages of a format depend on: layer -> `LayerCalibration.known` of all heads.
 
     Needs no process group and is the same on every rank. Empty where nothing is changed by calibration. Raises
-    CalibrationError for a file that cannot be read; whether it fits the model, `find_calibration` says.
+    CalibrationError for a file that cannot be read, or that the options name and that is not there; whether it fits the
+    model, `find_calibration` says.
     """
     model = config.model_config
     named = read_options(config.additional_config).calibration
     path = named or model_folder(model.model, model.revision) / FILE_NAME
-    if not path.is_file():
+    if named is None and not path.is_file():
         return {}
     file = load(path)
     whole = RankCalibration(file, fmt, tp_size=1, tp_rank=0, has_draft=False)

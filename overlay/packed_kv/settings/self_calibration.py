@@ -26,6 +26,7 @@ from vllm.logger import init_logger
 
 from ..calibration_file import FILE_NAME, VERSION, CalibrationError, load
 from .calibration import model_folder
+from .model_options import MODEL_OPTIONS, TOKENIZER_OPTIONS, model_numbers, options_of
 from .options import AUTO, KEY, given_options
 
 if TYPE_CHECKING:
@@ -38,11 +39,6 @@ CONTEXT = 2048
 STATISTICS = 2
 """Version of tq-calibrate's statistics: increment it when its choices change, so that engines have their files
 regenerated. 2: keys are weighed by the attention that they get."""
-MODEL_OPTIONS = (
-    "tokenizer", "tokenizer_mode", "tokenizer_revision", "revision", "code_revision", "trust_remote_code",
-    "quantization", "quantization_config", "hf_overrides", "hf_config_path", "config_format", "model_impl",
-)  # fmt: skip
-"""Arguments of an engine that decide what its model computes; with its dtype and `load_format`."""
 PROGRESS = ("loading ", "calibrating: ", "choosing: ")
 """Beginnings of the lines in which tq-calibrate tells how far it is."""
 TOKENIZERS = ("tokenizer", "vocab", "tekken", "tiktoken", "spiece", "sentencepiece", "qwen.tiktoken", "spm")
@@ -81,6 +77,7 @@ def cached_file(config: VllmConfig) -> Path:
         "statistics": STATISTICS,
         "files": _identity(model),
         "options": _model_options(config),
+        "numbers": model_numbers(config),
         "dtype": _dtype(model),
         "context": min(CONTEXT, model.max_model_len),
     }
@@ -102,11 +99,10 @@ def _identity(model: ModelConfig) -> list[Any]:
 def _model_options(config: VllmConfig) -> dict[str, Any]:
     """Arguments of vLLM's `LLM` with which another engine runs the same model. Raises CalibrationError."""
     model = config.model_config
-    found = {name: getattr(model, name, None) for name in MODEL_OPTIONS}
-    found["load_format"] = config.load_config.load_format
-    if found["quantization_config"] == resolve_quantization_config(model.quantization, None):
-        del found["quantization_config"]  # a name says it all
-    options = {name: value for name, value in found.items() if value and (name, value) != ("tokenizer", model.model)}
+    found = {**options_of(config, (*MODEL_OPTIONS, *TOKENIZER_OPTIONS)), "load_format": config.load_config.load_format}
+    if found.get("quantization_config") == resolve_quantization_config(model.quantization, None):
+        found.pop("quantization_config", None)  # a name says it all
+    options = {name: value for name, value in found.items() if (name, value) != ("tokenizer", model.model)}
     for name, value in options.items():
         try:
             json.dumps(value)

@@ -293,6 +293,7 @@ def step_arguments(
     assert query.is_contiguous() and query.dtype == torch.float16, (query.dtype, query.stride())
     assert lse is None or lse.is_contiguous(), lse.stride()
     assert query_bias is None or (query_bias.is_contiguous() and query_bias.dtype == torch.float32), query_bias.stride()
+    assert query_bias is None or query_bias.numel() <= 1 << 32, query_bias.shape  # `Biases.rows` are u32
     ring_table, ring_first = (None, None) if ring is None else (ring.block_table, ring.first)
     check_int32(block_table, query_start, seq_lens, ring_table, ring_first, schedule)
     tensors = (
@@ -376,10 +377,11 @@ class CudaDecode(CudaKernel[tuple[int, bool, int]]):
         if functions is None:
             return
         launch, kernel, threads, shared_bytes = functions[0]
-        self.arguments[: self.layer_at] = CALL_ARGUMENTS.pack(output.data_ptr()) + step
         x, z = (1, shape.blocks) if shape.is_final else (shape.blocks, requests * pass_count(self.group, max_query_len))
         stream = torch.cuda.current_stream(self.device).cuda_stream
-        launch(kernel, (x, self.kv_heads, z), threads, shared_bytes, stream, self.address)
+        with self.lock:
+            self.arguments[: self.layer_at] = CALL_ARGUMENTS.pack(output.data_ptr()) + step
+            launch(kernel, (x, self.kv_heads, z), threads, shared_bytes, stream, self.address)
 
     def compile_variants(self, longest_decode: int) -> None:
         """Compile and load every variant that a step may need, so that no step waits for one. In a block of `Ahead`,

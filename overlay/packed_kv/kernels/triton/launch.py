@@ -8,6 +8,8 @@ layers of a step is made once a step (`Arguments`), and only addresses change wi
 
 from __future__ import annotations
 
+import logging
+from collections import Counter
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 
@@ -17,6 +19,9 @@ import triton
 from ..ahead import current, wait_for
 
 Bound = TypeVar("Bound")
+logger = logging.getLogger("vllm.packed_kv")
+MANY = 1000
+"""Bindings of one launch of a layer that get a line in the log: profiling, sleep and other caches take a few."""
 
 
 class Arguments:
@@ -172,6 +177,7 @@ class Launches:
 
     def __init__(self) -> None:
         self.held: dict[Any, tuple[Any, Any]] = {}
+        self.bindings: Counter[Any] = Counter()
 
     def get(self, name: Any, held_for: Any, bind: Callable[[], Bound]) -> Bound:
         """The launch bound last under `name`, if for the same tensors; else bind again. Only the last ones are kept, as
@@ -179,6 +185,14 @@ class Launches:
         held = self.held.get(name)
         if held is None or held[0] != held_for:
             held = self.held[name] = held_for, bind()
+            self.bindings[name] += 1
+            if self.bindings[name] == MANY:
+                logger.warning(
+                    "KV cache: a layer has bound its launch %r %d times, as its tensors change from step to step: "
+                    "right, but slower than to bind it once; please report the model and its options",
+                    name,
+                    MANY,
+                )
         return held[1]
 
     def clear(self) -> None:
