@@ -11,8 +11,8 @@ from checkout import REPO
 
 PACKAGE = REPO / "overlay" / "packed_kv"
 FLOORS = (
-    "formats", "layout", "json_file", "child_process", "config_defaults", "config_fields", "state_layers",
-    "layer_kinds", "model_shape", "cache_scheme", "rope", "architectures",
+    "formats", "layout", "private_file", "json_file", "child_process", "config_defaults", "config_fields",
+    "state_layers", "layer_kinds", "model_shape", "cache_scheme", "rope", "architectures",
     "facts", "config_facts", "refusals", "channel_calibration", "calibration_file", "codecs", "reference", "kernels",
     "vllm_compat", "settings", "window", "attention", "sharing", "engine", "plugin",
 )  # fmt: skip
@@ -71,8 +71,8 @@ KNOWS_VLLM = {"vllm_compat", "settings", "window", "attention", "sharing", "engi
 PROBE = "commands.probe"
 """Imports vLLM, in a process of its own."""
 NO_TORCH = {
-    "formats", "layout", "json_file", "child_process", "config_defaults", "config_fields", "state_layers",
-    "layer_kinds", "model_shape", "cache_scheme", "rope", "architectures",
+    "formats", "layout", "private_file", "json_file", "child_process", "config_defaults", "config_fields",
+    "state_layers", "layer_kinds", "model_shape", "cache_scheme", "rope", "architectures",
     "facts", "config_facts", "refusals", "channel_calibration", "calibration_file", "planning", "commands",
 }  # fmt: skip
 THIRD_PARTY = {"torch", "triton", "vllm", "transformers"}
