@@ -36,6 +36,7 @@ BESIDE = {
     "planning": {
         "formats",
         "layout",
+        "private_file",
         "json_file",
         "config_defaults",
         "config_fields",
@@ -51,6 +52,7 @@ BESIDE = {
     "commands": {
         "formats",
         "layout",
+        "private_file",
         "json_file",
         "child_process",
         "config_defaults",

@@ -151,9 +151,9 @@ def why_not_replaced(path: Path) -> str:
     there = next(folder for folder in path.absolute().parents if os.path.lexists(folder))
     if not there.is_dir():
         return f"{there} is a file"
+    if reason := _why_kept(path):
+        return f"{path} {reason}"
     try:
-        if os.path.lexists(path) and (reason := _why_kept(path)):
-            return f"{path} {reason}"
         file, temporary = _make_file(there / path.name, 0o600, None)
         try:
             with file:
@@ -167,7 +167,12 @@ def why_not_replaced(path: Path) -> str:
 
 def _why_kept(path: Path) -> str:
     """Say why what has a file's name cannot be replaced; "": it can. A link can, and what it points to stays."""
-    status, folder = path.lstat(), path.parent.stat()
+    try:
+        status, folder = path.lstat(), path.parent.stat()
+    except FileNotFoundError:
+        return ""
+    except (OSError, ValueError) as error:  # too long a name, or a NUL in it
+        return f"cannot be written ({getattr(error, 'strerror', error)})"
     if stat.S_ISDIR(status.st_mode):
         return "is a folder"
     if not stat.S_ISREG(status.st_mode) and not stat.S_ISLNK(status.st_mode):

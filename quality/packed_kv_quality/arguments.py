@@ -6,6 +6,7 @@ import argparse
 import hashlib
 import importlib.util
 import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from packed_kv.commands.arguments import given_of, number
 from packed_kv.layout import RECENT_TOKENS
 from packed_kv.model_shape import parse
 from packed_kv.planning import config_file
-from packed_kv.private_file import why_not_replaced
+from packed_kv.private_file import open_regular, why_not_replaced
 from packed_kv.rope import rope_parameters
 from packed_kv.settings.options import AUTO, KEY, OptionError, read_options
 
@@ -393,9 +394,13 @@ def model_digest(model: str, config: Any) -> str:
     """Short digest of a model's identity: its commit on the Hub, or sizes and last bytes of its files."""
     parts = [getattr(config, "_commit_hash", None) or ""]
     for path in sorted(Path(model).glob("*.safetensors")) or sorted(Path(model).glob("*.bin")):
-        with path.open("rb") as file:
-            file.seek(-min(path.stat().st_size, 1 << 16), 2)
-            parts.append(f"{path.name} {path.stat().st_size} {digest(file.read())}")
+        try:
+            with open(path, "rb", opener=open_regular) as file:
+                size = os.fstat(file.fileno()).st_size
+                file.seek(-min(size, 1 << 16), 2)
+                parts.append(f"{path.name} {size} {digest(file.read())}")
+        except OSError as error:  # a link that leads nowhere
+            raise BadInput(f"model {model}: {path} cannot be read ({error.strerror})") from error
     return f"{Path(model).name} {digest(json.dumps(parts))}"
 
 
