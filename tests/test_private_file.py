@@ -41,7 +41,7 @@ INPUT = "a text that a user names, which may be a pipe"
 ENGINE = "weights that the engine reads as well"
 TEMPORARY_FOLDER = "below temporary_folder"
 EXCEPTIONS = {
-    ("overlay/packed_kv/config_defaults.py", "read_text"): OWN,
+    ("overlay/packed_kv/model/config_defaults.py", "read_text"): OWN,
     ("overlay/packed_kv/planning/measured.py", "read_text"): OWN,
     ("overlay/packed_kv/kernels/cuda/source.py", "read_text"): OWN,
     ("overlay/packed_kv/kernels/cpu/build.py", "read_text"): OWN,

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # read when vLLM is imported
 
 import vllm
-from packed_kv.rope import longest_with_short_factors, rope_parameters
+from packed_kv.model.rope import longest_with_short_factors, rope_parameters
 from vllm import LLM, SamplingParams, envs
 from vllm.distributed import cleanup_dist_env_and_memory
 from vllm.engine.arg_utils import EngineArgs

@@ -11,14 +11,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from packed_kv import FORMATS, config_fields
+from packed_kv import FORMATS
 from packed_kv.calibration_file import FILE_NAME, CalibrationError, load
 from packed_kv.commands.arguments import given_of, number
 from packed_kv.layout import RECENT_TOKENS
-from packed_kv.model_shape import parse
+from packed_kv.model import config_fields
+from packed_kv.model.rope import rope_parameters
+from packed_kv.model.shape import parse
 from packed_kv.planning import config_file
 from packed_kv.private_file import open_regular, why_not_replaced
-from packed_kv.rope import rope_parameters
 from packed_kv.settings.options import AUTO, KEY, OptionError, read_options
 
 from .engines import CHECKOUT, DEMO_MODEL, memory

@@ -9,9 +9,9 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from ..config_fields import BadInput
+from ..model.config_fields import BadInput
 from ..private_file import replace_file, why_not_replaced
-from ..refusals import Refused
+from ..refusals.table import Refused
 from .cache import DTYPES, capacity
 from .plan import Row, Target
 

@@ -24,8 +24,8 @@ from vllm.config.quantization import resolve_quantization_config
 from vllm.logger import init_logger
 
 from ..calibration_file import FILE_NAME, VERSION, CalibrationError, load
+from ..model.rope import longest_with_short_factors, rope_parameters
 from ..private_file import Untrusted, locked, open_own, own_folder, sweep, temporary_folder, why_not_replaced
-from ..rope import longest_with_short_factors, rope_parameters
 from .calibration import model_folder
 from .options import AUTO, KEY, given_options
 

@@ -7,8 +7,8 @@ import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from ..json_file import shown
 from .config_fields import text_config
-from .json_file import shown
 
 Parameters = dict[str, Any]
 
