@@ -35,7 +35,9 @@ from packed_kv import FORMATS
 from packed_kv.calibration_file import Calibration, LayerCalibration, load
 from packed_kv.codecs.pages import PagedCodec
 from packed_kv.codecs.transform import ChannelTransform
+from packed_kv.json_file import read_json
 from packed_kv.layout import RECENT_TOKENS
+from packed_kv.private_file import replace_file
 from packed_kv_quality.teacher_forced import text_windows, through_e4m3, token_kl
 from tq_calibrate.collect import ATTENTION, Collector
 from tq_calibrate.model import load_model
@@ -128,7 +130,7 @@ class Results:
 
     def __init__(self, path: Path | None) -> None:
         self.path = path
-        rows = json.loads(path.read_text()) if path and path.exists() else []
+        rows = read_json(path) if path and path.exists() else []
         self.kl = {(Case(**row["case"]), row["window"]): row["kl"] for row in rows}
 
     def add(self, case: Case, window: str, kl: float) -> None:
@@ -137,7 +139,7 @@ class Results:
     def save(self) -> None:
         if self.path:
             rows = [{"case": asdict(case), "window": window, "kl": kl} for (case, window), kl in self.kl.items()]
-            self.path.write_text(json.dumps(rows, indent=1) + "\n")
+            replace_file(self.path, (json.dumps(rows, indent=1) + "\n").encode())
 
     def of(self, case: Case, windows: Sequence[str]) -> list[float]:
         return [self.kl[case, window] for window in windows]

@@ -11,7 +11,7 @@ from checkout import REPO
 
 PACKAGE = REPO / "overlay" / "packed_kv"
 FLOORS = (
-    "formats", "layout", "gpu_generations", "json_file", "child_process", "model", "refusals",
+    "formats", "layout", "gpu_generations", "private_file", "json_file", "child_process", "model", "refusals",
     "channel_calibration", "calibration_file", "codecs", "reference", "kernels",
     "vllm_compat", "settings", "window", "attention", "sharing", "planning", "engine", "plugin",
 )  # fmt: skip
@@ -37,6 +37,7 @@ BESIDE = {
         "formats",
         "layout",
         "gpu_generations",
+        "private_file",
         "json_file",
         "child_process",
         "model",
@@ -51,7 +52,7 @@ KNOWS_VLLM = {"vllm_compat", "settings", "window", "attention", "sharing", "engi
 PROBE = "commands.probe"
 """Imports vLLM, in a process of its own."""
 NO_TORCH = {
-    "formats", "layout", "gpu_generations", "json_file", "child_process", "model", "refusals",
+    "formats", "layout", "gpu_generations", "private_file", "json_file", "child_process", "model", "refusals",
     "channel_calibration", "calibration_file", "planning", "commands",
 }  # fmt: skip
 THIRD_PARTY = {"torch", "triton", "vllm", "transformers"}

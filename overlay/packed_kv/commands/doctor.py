@@ -34,6 +34,7 @@ from ..model.rope import Parameters
 from ..model.shape import Model, expanded_size, parse
 from ..planning.config_file import load, model_name
 from ..planning.plan import layers
+from ..private_file import open_regular
 from ..refusals.table import refusals_of_model, untried
 from .arguments import EXIT_BAD_INPUT, GIB, LONGEST_LINE, Parser, installed_vllm
 
@@ -283,7 +284,7 @@ def _beginning(file: Path) -> bytes:
     """The first bytes of a file in a cache, where Triton names the kernel's source; none of a file that cannot be
     read, which may have gone or be another user's."""
     try:
-        with open(file, "rb") as opened:
+        with open(file, "rb", opener=open_regular) as opened:
             return opened.read(BEGINNING)
     except OSError:
         return b""

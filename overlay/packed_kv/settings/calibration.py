@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -42,6 +44,8 @@ WORDS = {
     "value_scale": "scales of values",
 }
 """Names in the log of the parts of a layer's calibration, in the names of `LayerCalibration.known`."""
+OVERRIDES = ("hf_overrides", "hf_config_path")
+"""Arguments of an engine that change its model's configuration."""
 DRAFTS = {"mtp", "draft_model"}
 """Parts of the names of layers that are a draft's, though their numbers are those of the model's layers."""
 
@@ -114,7 +118,7 @@ def read_calibration(config: VllmConfig) -> Calibration | None:
         head_size=head_size,
         every_layer=not has_other_layers,
     )
-    calibration.check_rope(rope_parameters(model.hf_text_config))
+    calibration.check_rope(rope_parameters(model.hf_text_config), f"{_command(model)} --out {shlex.quote(str(path))}")
     return calibration
 
 
@@ -139,10 +143,10 @@ def find_calibration(config: VllmConfig, fmt: Format) -> RankCalibration | None:
         has_draft=config.speculative_config is not None,
     )
     no_means = all(layer.key.mean is None for layer in calibration.layers.values())
-    hint = f"; it has no means of keys, which tq-calibrate model {model.model} would find" if no_means else ""
+    hint = f"; it has no means of keys, which {_command(model)} would find" if no_means else ""
     turns = any(rope["rope_type"] not in VARYING for rope in rope_parameters(model.hf_text_config).values())
     if not no_means and turns and calibration.version < FIRST_WITH_ROPES:
-        hint = f"; its means of keys are for short contexts, tq-calibrate model {model.model} makes them for all"
+        hint = f"; its means of keys are for short contexts, {_command(model)} makes them for all"
     logger.info_once(
         "KV cache calibration: %s for %s from %s, made for %s%s",
         rank.uses() or "nothing",
@@ -185,7 +189,17 @@ def _say_that_there_is_none(path: Path, fmt: Format, model: ModelConfig) -> None
 
 
 def _command(model: ModelConfig) -> str:
-    return f"tq-calibrate model {model.model}"
+    """A command that makes a file for the model as this engine has it, with another configuration where it has one."""
+    given = {name: value for name in OVERRIDES if (value := getattr(model, name, None))}
+    command = f"tq-calibrate model {shlex.quote(model.model)}"
+    if not given:
+        return command
+    try:
+        return f"{command} --engine vllm --engine-options {shlex.quote(json.dumps(given))}"
+    except TypeError:  # a function, which a command cannot be given
+        return (
+            f"{command} --engine vllm --engine-options JSON (with hf_overrides that do what the engine's function does)"
+        )
 
 
 def _why_no_file(model: ModelConfig) -> str:

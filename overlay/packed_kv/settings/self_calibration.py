@@ -8,15 +8,14 @@ memory with it when it ends. The engine core does so, before it starts its worke
 
 from __future__ import annotations
 
+import atexit
 import contextlib
-import fcntl
 import hashlib
 import json
 import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +24,8 @@ from vllm.config.quantization import resolve_quantization_config
 from vllm.logger import init_logger
 
 from ..calibration_file import FILE_NAME, VERSION, CalibrationError, load
+from ..model.rope import longest_with_short_factors, rope_parameters
+from ..private_file import Untrusted, locked, open_own, own_folder, sweep, temporary_folder, why_not_replaced
 from .calibration import model_folder
 from .model_options import MODEL_OPTIONS, TOKENIZER_OPTIONS, model_numbers, options_of
 from .options import AUTO, KEY, given_options
@@ -43,6 +44,11 @@ PROGRESS = ("loading ", "calibrating: ", "choosing: ")
 """Beginnings of the lines in which tq-calibrate tells how far it is."""
 TOKENIZERS = ("tokenizer", "vocab", "tekken", "tiktoken", "spiece", "sentencepiece", "qwen.tiktoken", "spm")
 """Beginnings of the names of a tokenizer's files; "tokenizer" also begins tokenizer.json and tokenizer.model."""
+ANOTHER = "VLLM_CACHE_ROOT or XDG_CACHE_HOME names another folder"
+WAITING = "KV cache calibration: another process is making %s; waiting"
+UNTIL_EXIT = contextlib.ExitStack()
+"""Holds the folder of a file that is for this process alone."""
+atexit.register(UNTIL_EXIT.close)
 SUFFIXES = {".safetensors", ".bin", ".pt", ".pth", ".gguf", ".json", ".model", ".tiktoken", ".py"}
 """Suffixes of the files of a folder that make a model."""
 
@@ -57,14 +63,24 @@ def resolve_auto(config: VllmConfig) -> None:
         return
     path = settled_file(config)
     if path.name != FILE_NAME:
-        _ensure(path, config)
+        path = _ensure(path, config)
     config.additional_config = {**config.additional_config, KEY: {**options, "calibration": str(path)}}
 
 
 def settled_file(config: VllmConfig) -> Path:
-    """The file that "auto" stands for: that of the model's folder, or else one in the user's cache, there or not."""
-    path = model_folder(config.model_config.model, config.model_config.revision) / FILE_NAME
-    return path if path.is_file() else cached_file(config)
+    """The file that "auto" stands for: that of the model's folder, unless it was made for another RoPE, or else one in
+    the user's cache, there or not."""
+    model = config.model_config
+    path = model_folder(model.model, model.revision) / FILE_NAME
+    if not path.is_file():
+        return cached_file(config)
+    try:
+        fault = load(path).other_rope(rope_parameters(model.hf_text_config))
+    except CalibrationError:
+        return path  # the engine says what is wrong with it
+    if fault:
+        logger.info("KV cache calibration: %s is passed over: %s", path, fault)
+    return cached_file(config) if fault else path
 
 
 def cached_file(config: VllmConfig) -> Path:
@@ -81,6 +97,8 @@ def cached_file(config: VllmConfig) -> Path:
         "dtype": _dtype(model),
         "context": min(CONTEXT, model.max_model_len),
     }
+    if (short := longest_with_short_factors(rope_parameters(model.hf_text_config))) is not None:
+        decides["long_factors"] = model.max_model_len > short
     digest = hashlib.sha256(json.dumps(decides, sort_keys=True).encode()).hexdigest()[:16]
     name = re.sub(r"[^\w.-]+", "-", model.model.rstrip("/").rpartition("/")[2])
     return Path(vllm.envs.VLLM_CACHE_ROOT) / "packed_kv" / f"{name}-{digest}.json"
@@ -92,7 +110,8 @@ def _identity(model: ModelConfig) -> list[Any]:
     if not path.exists():
         return [model.model, model_folder(model.model, model.revision).name]
     files = [path] if path.is_file() else sorted(path.iterdir())
-    states = [(file.name, file.stat()) for file in files if file.suffix in SUFFIXES and file.name != FILE_NAME]
+    counted = [file for file in files if file.suffix in SUFFIXES and file.name != FILE_NAME]
+    states = [(file.name, file.stat()) for file in counted if os.path.exists(file)]  # a link may lead nowhere
     return [str(path.resolve()), *([name, state.st_size, state.st_mtime_ns] for name, state in states)]
 
 
@@ -118,35 +137,53 @@ def _dtype(model: ModelConfig) -> str:
     return str(model.dtype).removeprefix("torch.")
 
 
-def _ensure(path: Path, config: VllmConfig) -> None:
-    """Have the file made, unless it is there. Raises CalibrationError."""
+def _ensure(path: Path, config: VllmConfig) -> Path:
+    """Return the path of the file, made unless it is there: `path`, or one below TMPDIR for this process alone where
+    others can write the cache, or nobody. Raises CalibrationError."""
     try:
-        if not path.is_file():
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with _alone(path.with_suffix(".lock")) as lock:
-                if not path.is_file():
-                    _calibrate(path, config, lock)
-    except OSError as error:
-        raise CalibrationError(
-            f'packed_kv.calibration "auto": {path.parent} cannot be written ({error.strerror}); VLLM_CACHE_ROOT or '
-            "XDG_CACHE_HOME names another folder"
-        ) from error
+        with own_folder(path.parent, ANOTHER) as folder:
+            if not _is_there(folder, path):
+                with locked(folder, path.with_suffix(".lock"), lambda: logger.info(WAITING, path)) as lock:
+                    _make(folder, path, config, lock)
+    except (Untrusted, OSError) as error:
+        logger.warning("KV cache calibration: none is kept, and one is made at each start: %s", error)
+        try:
+            made, lock = UNTIL_EXIT.enter_context(temporary_folder())
+        except OSError as full:
+            raise CalibrationError(f'packed_kv.calibration "auto": TMPDIR cannot be written to ({full})') from full
+        path = made / path.name
+        _calibrate(path, config, lock)
     try:
         load(path)
     except CalibrationError as error:
         raise CalibrationError(f"{error}, or delete it: it is a file of the cache") from error
+    return path
 
 
-@contextlib.contextmanager
-def _alone(path: Path) -> Iterator[int]:
-    """Wait for a lock and hold it. Yields its file descriptor: the lock is free when all copies of it are closed."""
-    with open(path, "w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            logger.info("KV cache calibration: another process is making %s; waiting", path.with_suffix(".json"))
-            fcntl.flock(file, fcntl.LOCK_EX)
-        yield file.fileno()
+def _is_there(folder: int, path: Path) -> bool:
+    """Whether the cache has a file of this user's."""
+    try:
+        os.close(open_own(folder, path))
+    except (FileNotFoundError, Untrusted):
+        return False
+    return True
+
+
+def _make(folder: int, path: Path, config: VllmConfig, lock: int) -> None:
+    """Have the file made, unless another process was faster; one that is not this user's is deleted before. Raises
+    CalibrationError, Untrusted and OSError."""
+    sweep(path.parent)
+    try:
+        os.close(open_own(folder, path))
+        return
+    except FileNotFoundError:
+        pass
+    except Untrusted as error:
+        os.unlink(path.name, dir_fd=folder)
+        logger.warning("KV cache calibration: %s; it was deleted and is made again", error.reason)
+    if reason := why_not_replaced(path):
+        raise Untrusted(reason, ANOTHER)
+    _calibrate(path, config, lock)
 
 
 def _check_tokenizer(model: ModelConfig) -> None:
@@ -171,6 +208,7 @@ def _calibrate(path: Path, config: VllmConfig, lock: int) -> None:
         "enable_expert_parallel": parallel.enable_expert_parallel,
         "gpu_memory_utilization": config.cache_config.gpu_memory_utilization,
         "download_dir": config.load_config.download_dir,
+        "max_model_len": model.max_model_len,
     }
     command = [
         *(sys.executable, "-P", "-m", "tq_calibrate", "model", model.model, "--engine", "vllm", "--out", str(path)),

@@ -12,11 +12,11 @@ import functools
 import hashlib
 import os
 import subprocess
-import tempfile
 from importlib import resources
 from pathlib import Path
 from typing import NamedTuple
 
+from ...private_file import temporary_folder
 from ..kernel_cache import load_or_compile
 from .compiler import BuildError, Compiler, Target, best_target, find_compiler, processor
 
@@ -76,21 +76,22 @@ def read_sources(program: Program) -> dict[str, str]:
 
 
 def _compile(program: Program, sources: dict[str, str], compiler: Compiler, flags: tuple[str, ...]) -> bytes:
-    with tempfile.TemporaryDirectory(prefix="packed_kv-") as folder:
+    with temporary_folder() as (folder, lock):
         for name, text in sources.items():
-            Path(folder, name).write_text(text)
+            (folder / name).write_text(text)
         command = [*compiler.command, *flags, program.main, "-o", "library.so", *LIBRARIES]
         try:
             done = subprocess.run(
-                command, cwd=folder, capture_output=True, text=True, errors="replace", timeout=COMPILE_SECONDS
-            )
+                command, cwd=folder, capture_output=True, text=True, errors="replace", timeout=COMPILE_SECONDS,
+                pass_fds=(lock,),  # a compiler that outlives this process keeps its folder
+            )  # fmt: skip
         except (OSError, subprocess.TimeoutExpired) as error:
             raise BuildError(f"{compiler.version} cannot compile {program.main}: {error}; {_ANOTHER}") from error
         if done.returncode:
             lines = done.stderr.splitlines()
             said = next((line for line in lines if "error" in line), lines[-1] if lines else "it says nothing")
             raise BuildError(f"{compiler.version} cannot compile {program.main}: {said[:LONGEST_LINE]}; {_ANOTHER}")
-        return Path(folder, "library.so").read_bytes()
+        return (folder / "library.so").read_bytes()
 
 
 _ANOTHER = "name another C++ compiler as CXX, for instance g++ 9 or later"
@@ -106,8 +107,8 @@ def _open(stem: str, code: bytes) -> ctypes.CDLL:
             return ctypes.CDLL(f"/proc/self/fd/{descriptor}")  # stays open: the loader knows libraries by their path
         except OSError:  # a machine that runs no code from such files; it runs it from a folder
             os.close(descriptor)
-    with tempfile.TemporaryDirectory(prefix="packed_kv-") as folder:
-        path = Path(folder, f"{stem}.so")
+    with temporary_folder() as (folder, _):
+        path = folder / f"{stem}.so"
         path.write_bytes(code)
         try:
             return ctypes.CDLL(str(path))
