@@ -20,6 +20,7 @@ from ..kernels.cpu import decode, gather, store, tables
 from ..kernels.cpu.build import load_library
 from ..kernels.cpu.compiler import BuildError
 from ..kernels.cpu.constants import constants_header
+from ..kernels.cpu.jobs import Largest
 from ..kernels.kernel_layout import kernel_layout
 from ..layout import page_layout
 from ..reference.attention import AttentionOptions
@@ -47,6 +48,7 @@ class CpuPairs(DecodeKernel[DecodeBatch, None]):
         codec: of the layer, on the CPU.
         query_heads, kv_heads: of this rank.
         options: see `AttentionOptions`.
+        largest: step, whose workspace is taken.
 
     Raises:
         BuildError: no compiler, or one that fails.
@@ -54,8 +56,11 @@ class CpuPairs(DecodeKernel[DecodeBatch, None]):
 
     kind, bound = "cpu", None
 
-    def __init__(self, codec: PagedCodec, query_heads: int, kv_heads: int, options: AttentionOptions) -> None:
+    def __init__(
+        self, codec: PagedCodec, query_heads: int, kv_heads: int, options: AttentionOptions, largest: Largest
+    ) -> None:
         self.decode = decode.CpuDecode(codec, query_heads, kv_heads, options)
+        self.decode.reserve(largest)
         self.longest = longest_fused(query_heads // kv_heads, by_cuda=False)
 
     def attend(
@@ -67,11 +72,13 @@ class CpuPairs(DecodeKernel[DecodeBatch, None]):
 
 
 class Sizes(NamedTuple):
-    """An engine's limits, the most tokens of a request and of a batch; the model's dtype; the engine's own number."""
+    """An engine's limits, the most tokens of a request and of a batch; the model's dtype; the engine's own number; the
+    largest step of decodes."""
 
     max_tokens: int
     dtype: torch.dtype
     engine: int
+    largest: Largest
 
 
 def find_kernels(
@@ -100,7 +107,7 @@ def find_kernels(
         library = DirectStore(store.CpuStore(codec))
         if not attends:
             return library, None, None
-        pairs = CpuPairs(*layer)
+        pairs = CpuPairs(*layer, sizes.largest)
         if refused := prefill_refusal(head_dim):
             logger.warning_once(
                 "%s: vLLM's attention op does not support %s; prefill runs in PyTorch, many times slower",
@@ -109,7 +116,7 @@ def find_kernels(
                 scope="local",
             )
             return library, pairs, None
-        return library, pairs, CpuPrefill(*layer, *sizes)
+        return library, pairs, CpuPrefill(*layer, sizes.max_tokens, sizes.dtype, sizes.engine)
     except BuildError as error:
         warn_of_pytorch(fmt.name, str(error))
         return in_pytorch

@@ -186,7 +186,8 @@ class PackedAttentionImpl(AttentionImpl[PackedMetadata]):
         from . import cpu
 
         model = self.config.model_config
-        size = cpu.Sizes(max(model.max_model_len, self.max_tokens), self.dtype, id(self.layers))
+        largest = cpu.Largest(self.max_requests, self.longest_decode, model.max_model_len, bool(self.window_tokens))
+        size = cpu.Sizes(max(model.max_model_len, self.max_tokens), self.dtype, id(self.layers), largest)
         layer = (codec, self.num_heads, self.num_kv_heads, self.options)
         return cpu.find_kernels(FORMATS[self.kv_cache_dtype], self.head_size, *layer, size, self.shard)
 

@@ -24,6 +24,7 @@ from ..codecs.pages import PagedCodec
 from ..codecs.ring import Ring
 from ..formats import Format
 from ..kernels.ahead import Ahead
+from ..kernels.cpu.jobs import Largest
 from ..reference.attention import AttentionOptions
 from ..window.layer import SUFFIX, WindowLayer
 from ..window.metadata import WindowMetadata, slot_filler
@@ -147,7 +148,7 @@ class LatentLayer:
         if device.type == "cuda":
             self.kernels, self.kernel = cuda_latents(self.codec, shape, dtype, kernel, max_requests)
         else:
-            self.kernels, self.kernel = cpu_latents(fmt, self.codec, self.scale, dtype)
+            self.kernels, self.kernel = cpu_latents(fmt, self.codec, shape.group, self.scale, dtype)
 
     def compile_ahead(self) -> None:
         """Have all kernels of the layer compiled in other threads, and take the workspace."""
@@ -215,7 +216,8 @@ def cuda_kernels(layer: PairSizes, kernel: str, dtype: torch.dtype, limits: Limi
 
 def cpu_kernels(fmt: Format, layer: PairSizes, dtype: torch.dtype, limits: Limits, max_tokens: int) -> Kernels:
     """Return the kernels that `PackedAttentionImpl` makes on a CPU: without a C++ compiler, in PyTorch."""
-    sizes = cpu.Sizes(max_tokens, dtype, engine=0)
+    largest = Largest(limits.max_requests, limits.longest_decode, max_tokens, has_ring=True)
+    sizes = cpu.Sizes(max_tokens, dtype, engine=0, largest=largest)
     store, decode, prefill = cpu.find_kernels(fmt, layer[0].key.head_dim, *layer, sizes)
     return store, decode, prefill, PYTORCH if decode is None else "C++"
 
@@ -238,9 +240,13 @@ def cuda_latents(
     return kernels, "CUDA" if isinstance(decode, HopperLatents) else "Triton"
 
 
-def cpu_latents(fmt: Format, codec: LatentCodec, scale: float, dtype: torch.dtype) -> tuple[OverLatents, str]:
-    """Return the kernels of a CPU, and the name of the decode kernel: without a C++ compiler, PyTorch."""
-    store, decode, prefix = latent_cpu.find_kernels(fmt, codec, scale, None, dtype, is_shard=False)
+def cpu_latents(
+    fmt: Format, codec: LatentCodec, heads: int, scale: float, dtype: torch.dtype
+) -> tuple[OverLatents, str]:
+    """Return the kernels of a CPU, and the name of the decode kernel: without a C++ compiler, PyTorch. Their workspace
+    grows with the batches."""
+    layer, least = (codec, heads, scale, None), Largest(1, 1, 1, has_ring=False)
+    store, decode, prefix = latent_cpu.find_kernels(fmt, *layer, dtype, least, is_shard=False)
     return (LatentStore(store), decode, prefix), PYTORCH if isinstance(decode, ReferenceLatents) else "C++"
 
 

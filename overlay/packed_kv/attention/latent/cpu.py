@@ -13,6 +13,7 @@ import torch
 from ...kernels.ahead import Ahead, wait_for
 from ...kernels.cpu import latent, tables
 from ...kernels.cpu.compiler import BuildError
+from ...kernels.cpu.jobs import Largest
 from ...kernels.cpu.latent import CpuLatentPages
 from ...kernels.cpu.latent_decode import CpuLatentDecode
 from ..cpu import warn_of_pytorch, without_error
@@ -38,10 +39,12 @@ class CpuLatents(DecodeKernel[DecodeBatch, Attended]):
     kind, longest, bound = "cpu latents", 1 << 30, None
 
     def __init__(
-        self, codec: LatentCodec, scale: float, constant: torch.Tensor | None, *, is_shard: bool = False
-    ) -> None:
-        """Raises BuildError."""
+        self, codec: LatentCodec, heads: int, scale: float, constant: torch.Tensor | None, largest: Largest, *,
+        is_shard: bool = False,
+    ) -> None:  # fmt: skip
+        """Take the workspace of the largest step, of so many query heads. Raises BuildError."""
         self.decode, self.constant, self.is_shard = CpuLatentDecode(codec, scale), constant, is_shard
+        self.decode.reserve(largest, heads)
 
     def attend(
         self, step: DecodeBatch, cache: torch.Tensor, queries: tuple[torch.Tensor, ...], ring: Ring | None = None,
@@ -79,14 +82,17 @@ class CpuLatentPrefix(ReferenceLatentPrefix):
 
 
 def find_kernels(
-    fmt: Format, codec: LatentCodec, scale: float, constant: torch.Tensor | None, dtype: torch.dtype, *, is_shard: bool
-) -> tuple[DirectStore, ReferenceLatents | CpuLatents, ReferenceLatentPrefix]:
+    fmt: Format, codec: LatentCodec, heads: int, scale: float, constant: torch.Tensor | None, dtype: torch.dtype,
+    largest: Largest, *, is_shard: bool,
+) -> tuple[DirectStore, ReferenceLatents | CpuLatents, ReferenceLatentPrefix]:  # fmt: skip
     """Return what stores, decodes and gathers prefixes of a layer: in PyTorch, as the log says, where C++ does not.
 
     Args:
         fmt, codec: of the layer, on the CPU.
+        heads: of queries, those of all ranks that split the tokens.
         scale, constant, is_shard: see `ReferenceLatents`.
         dtype: of the model.
+        largest: step of decodes, whose workspace is taken.
     """
     decode: ReferenceLatents | CpuLatents
     in_pytorch = ReferenceLatents(codec, scale, constant, is_shard=is_shard)
@@ -97,7 +103,7 @@ def find_kernels(
         try:
             page_kernels, decode = CpuLatentPages(codec), in_pytorch
             if dtype != torch.float32:
-                decode = CpuLatents(codec, scale, constant, is_shard=is_shard)
+                decode = CpuLatents(codec, heads, scale, constant, largest, is_shard=is_shard)
         except BuildError as error:
             reason = str(error)
     if reason:

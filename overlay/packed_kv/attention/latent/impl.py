@@ -122,10 +122,13 @@ class LatentAttentionImpl(PackedLatents, MLACommonImpl[LatentMetadata]):
         """Return the kernels of the device, where they serve the layer, else PyTorch's."""
         dtype, ranks = self.config.model_config.dtype, 1 if self.ranks is None else self.ranks.shard.ranks
         if self.device.type == "cpu":
-            from .cpu import find_kernels
+            from .cpu import Largest, find_kernels
 
             fmt = FORMATS[self.kv_cache_dtype]
-            found = find_kernels(fmt, codec, self.scale, constant, dtype, is_shard=ranks > 1)
+            requests, tokens = self.config.scheduler_config.max_num_seqs, self.config.model_config.max_model_len
+            largest = Largest(requests, longest_decode(self.config), tokens, bool(self.window_tokens))
+            layer = codec, self.num_heads * ranks, self.scale, constant
+            found = find_kernels(fmt, *layer, dtype, largest, is_shard=ranks > 1)
             return LatentKernels(LatentStore(found[0]), *found[1:])
         if self.device.type != "cuda" or dtype == torch.float32:
             decode = ReferenceLatents(codec, self.scale, constant, is_shard=ranks > 1)
