@@ -12,6 +12,7 @@ import logging
 import os
 import secrets
 import stat
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -19,6 +20,10 @@ from pathlib import Path
 logger = logging.getLogger("vllm.packed_kv")
 DIGEST_BYTES = 32
 ANOTHER = "name a folder of your own by PACKED_KV_CACHE"
+
+
+class NoHome(OSError):
+    """The cache's folder is not known."""
 
 
 class _Untrusted(Exception):
@@ -30,37 +35,50 @@ class _Damaged(Exception):
 
 
 def cache_folder() -> Path:
-    """Return the folder of compiled kernels: PACKED_KV_CACHE, or packed_kv in the user's cache folder."""
-    default = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "packed_kv"
-    return Path(os.environ.get("PACKED_KV_CACHE") or default)
+    """Return the folder of compiled kernels: PACKED_KV_CACHE, or packed_kv in the user's cache folder.
+
+    Raises NoHome: the path begins at a home folder, and there is none.
+    """
+    default = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "packed_kv")
+    path = os.path.expanduser(os.environ.get("PACKED_KV_CACHE") or default)
+    if path.startswith("~"):
+        raise NoHome(f"there is no home folder for {path} (HOME is not set, and /etc/passwd does not name one)")
+    return Path(path)
 
 
-def load_or_compile(name: str, compile_kernel: Callable[[], bytes]) -> bytes:
+def load_or_compile(name: str, compile_kernel: Callable[[], bytes], *, again: bool = False) -> bytes:
     """Return the machine code of a kernel from the cache, or compile and keep it.
 
     Args:
         name: of its file; different for different sources, options and compilers.
         compile_kernel: returns the machine code; its errors are raised.
+        again: compile it even if it is in the cache, and replace it there.
     """
-    path = cache_folder() / name
+    try:
+        path = cache_folder() / name
+    except NoHome as error:
+        _warn(f"compiled kernels are not kept, and compiled at each start: {_with_remedy(error)}")
+        return compile_kernel()
     keep = True
     try:
-        with _opened_folder(path.parent) as folder:
-            return _read(folder, path)
+        if not again:
+            with _opened_folder(path.parent) as folder:
+                return _read(folder, path)
     except FileNotFoundError:
         pass
     except _Damaged:
         logger.warning("%s is damaged; the kernel is compiled again", path)
     except (_Untrusted, OSError) as error:
         keep = False
-        _warn_once(f"compiled kernels are not loaded from the cache, and compiled at each start: {error}")
+        _warn(f"compiled kernels are not loaded from the cache, and compiled at each start: {_with_remedy(error)}")
     code = compile_kernel()
     if keep:
         try:
             with _opened_folder(path.parent) as folder:
                 _write(folder, path, code)
         except (_Untrusted, OSError) as error:
-            _warn_once(f"compiled kernels cannot be kept in {path.parent}, and are compiled at each start: {error}")
+            reason = _with_remedy(error)
+            _warn(f"compiled kernels cannot be kept in {path.parent}, and are compiled at each start: {reason}")
     return code
 
 
@@ -72,8 +90,12 @@ def why_not_kept() -> str:
             os.close(os.open(probe, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600, dir_fd=folder))
             os.unlink(probe, dir_fd=folder)
     except (_Untrusted, OSError) as error:
-        return f"{error}; {ANOTHER}" if isinstance(error, OSError) else str(error)
+        return _with_remedy(error)
     return ""
+
+
+def _with_remedy(error: Exception) -> str:
+    return f"{error}; {ANOTHER}" if isinstance(error, OSError) else str(error)
 
 
 @contextmanager
@@ -130,7 +152,15 @@ def _digest(name: str, code: bytes) -> bytes:
     return hashlib.sha256(name.encode() + b"\0" + code).digest()
 
 
+def _warn(line: str) -> None:
+    """Log a line once per process: a server asks for several kernels, in several threads."""
+    with _one_thread:
+        _warn_once(line)
+
+
+_one_thread = threading.Lock()
+
+
 @functools.cache
 def _warn_once(line: str) -> None:
-    """Log a line once per process: a server asks for several kernels."""
     logger.warning(line)

@@ -32,7 +32,7 @@ from ..window.step import WindowStep
 from .requests import BLOCK, RING_BLOCK, RequestBatch, Shape, ring_blocks
 
 HEAD_DIMS = (64, 128)
-PYTORCH = "PyTorch"
+PYTORCH, CPP = "PyTorch", "C++"
 """The route of layers that no kernel serves."""
 
 
@@ -77,7 +77,7 @@ class PairLayer:
 
     def compile_ahead(self) -> None:
         """Have all kernels of the layer compiled in other threads, as vLLM's profiling run does."""
-        if self.kernel in (PYTORCH, "C++"):
+        if self.kernel in (PYTORCH, CPP):
             return
         shape, device = self.shape, self.codec.key.device
         query, key, value = (
@@ -89,7 +89,7 @@ class PairLayer:
     def compile_step(self, batch: RequestBatch, *tensors: torch.Tensor) -> None:
         """Have the kernels of a step of decodes compiled in other threads. tensors: query, key, value, cache, ring and
         output, see `forward`; a block of cache and ring will do."""
-        if self.kernel in (PYTORCH, "C++"):
+        if self.kernel in (PYTORCH, CPP):
             return
         kernels = self.attention.kernels
         with Ahead():
@@ -152,7 +152,7 @@ class LatentLayer:
 
     def compile_ahead(self) -> None:
         """Have all kernels of the layer compiled in other threads, and take the workspace."""
-        if self.kernel not in (PYTORCH, "C++"):
+        if self.kernel not in (PYTORCH, CPP):
             self.kernels[1].reserve()
             warm_up_latents(self.kernels, BLOCK, self.shape.head_dim, self.window)
 
@@ -219,7 +219,7 @@ def cpu_kernels(fmt: Format, layer: PairSizes, dtype: torch.dtype, limits: Limit
     largest = Largest(limits.max_requests, limits.longest_decode, max_tokens, has_ring=True)
     sizes = cpu.Sizes(max_tokens, dtype, engine=0, largest=largest)
     store, decode, prefill = cpu.find_kernels(fmt, layer[0].key.head_dim, *layer, sizes)
-    return store, decode, prefill, PYTORCH if decode is None else "C++"
+    return store, decode, prefill, PYTORCH if decode is None else CPP
 
 
 OverLatents = tuple[LatentStore, Any, Any]
@@ -247,7 +247,7 @@ def cpu_latents(
     grows with the batches."""
     layer, least = (codec, heads, scale, None), Largest(1, 1, 1, has_ring=False)
     store, decode, prefix = latent_cpu.find_kernels(fmt, *layer, dtype, least, is_shard=False)
-    return (LatentStore(store), decode, prefix), PYTORCH if isinstance(decode, ReferenceLatents) else "C++"
+    return (LatentStore(store), decode, prefix), PYTORCH if isinstance(decode, ReferenceLatents) else CPP
 
 
 def _window_layer(shape: Shape) -> WindowLayer:

@@ -112,7 +112,7 @@ def calls_within(largest: Largest, count: int = 300) -> list[tuple[list[int], li
     """Query tokens and tokens of the requests of steps that an engine can make: at random, and all of one length."""
     numbers = random.Random(1)
     lengths = [*range(1, largest.tokens + 1, 509), 4095, 4096, 4097, 4111, largest.tokens]
-    found = [([largest.query_tokens] * largest.requests, [n] * largest.requests) for n in lengths if n <= largest.tokens]
+    found = [([largest.query_tokens] * largest.requests, [min(n, largest.tokens)] * largest.requests) for n in lengths]
     for _ in range(count):
         requests = numbers.randint(1, largest.requests)
         queries = [numbers.randint(1, largest.query_tokens) for _ in range(requests)]

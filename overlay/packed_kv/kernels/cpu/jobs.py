@@ -64,7 +64,7 @@ class Jobs:
     def reserve(self, call: ctypes.Structure, largest: Largest) -> int:
         """Take the workspace of the largest step, and return its bytes. `call`: has the layer's shape, `threads`, and
         addresses other than 0 where steps have a ring or means; nothing behind addresses is read."""
-        call.requests = largest.requests  # type: ignore[attr-defined]
+        call.requests = largest.requests
         size = self._largest_bytes(call, largest.query_tokens, largest.tokens)
         with self.workspace.lock:
             self.workspace.address(size)
@@ -74,5 +74,5 @@ class Jobs:
         """Call the function in the workspace, which grows where nobody reserved it."""
         size = self._bytes(call)
         with self.workspace.lock:
-            call.workspace = self.workspace.address(size)  # type: ignore[attr-defined]
+            call.workspace = self.workspace.address(size)
             self._function(call)
