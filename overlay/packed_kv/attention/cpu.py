@@ -20,6 +20,7 @@ from ..kernels.cpu import decode, gather, store
 from ..kernels.cpu.build import load_library
 from ..kernels.cpu.compiler import BuildError
 from ..kernels.cpu.constants import constants_header
+from ..kernels.cpu.jobs import Largest
 from ..kernels.kernel_layout import kernel_layout
 from ..kernels.served import CPP, Engine, Pairs, cpp_lacks, longest_of, who_serves
 from ..layout import page_layout
@@ -47,6 +48,7 @@ class CpuPairs(DecodeKernel[DecodeBatch, None]):
         codec: of the layer, on the CPU.
         query_heads, kv_heads: of this rank.
         options: see `AttentionOptions`.
+        largest: step, whose workspace is taken.
 
     Raises:
         BuildError: no compiler, or one that fails.
@@ -54,8 +56,11 @@ class CpuPairs(DecodeKernel[DecodeBatch, None]):
 
     language, kind, bound = "C++", "cpu", None
 
-    def __init__(self, codec: PagedCodec, query_heads: int, kv_heads: int, options: AttentionOptions) -> None:
+    def __init__(
+        self, codec: PagedCodec, query_heads: int, kv_heads: int, options: AttentionOptions, largest: Largest
+    ) -> None:
         self.decode = decode.CpuDecode(codec, query_heads, kv_heads, options)
+        self.decode.reserve(largest)
         self.longest = longest_of(CPP, Pairs(codec.key.fmt, codec.key.head_dim, query_heads // kv_heads))
 
     def attend(
@@ -84,7 +89,7 @@ def find_kernels(
         library = DirectStore(store.CpuStore(layer.codec))
         if not attends:
             return library, None, None
-        pairs = CpuPairs(*sizes)
+        pairs = CpuPairs(*sizes, engine.largest)
         if refused := prefill_refusal(head_dim):
             logger.warning_once(
                 "%s: vLLM's attention op does not support %s; prefill runs in PyTorch, many times slower",

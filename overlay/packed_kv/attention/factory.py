@@ -69,7 +69,7 @@ def latent_kernels(fmt: Format, layer: LatentLayout, engine: EngineLimits) -> La
     if engine.device.type == "cpu":
         from .latent.cpu import find_kernels
 
-        return find_kernels(fmt, layer)
+        return find_kernels(fmt, layer, engine)
     if engine.device.type != "cuda" or layer.dtype == torch.float32:
         return reference_kernels(layer)
     return latents_on_cuda(layer, engine)

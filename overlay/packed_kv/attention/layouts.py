@@ -7,8 +7,10 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from ..kernels.cpu.jobs import Largest
 from ..kernels.served import Pairs
 from ..settings.options import read_options
+from ..window.layer import window_tokens_of_model
 from .choice import Limits
 from .context_shard import UNSHARDED, ContextShard
 from .metadata import longest_decode
@@ -28,6 +30,7 @@ class EngineLimits:
 
     `device`: where they run. `dtype`: of the model. `limits`: of decodes. `batch_tokens`, `request_tokens`: the most of
     a batch and of a request. `option`: `decode_kernel` of `--additional-config`. `number`: the engine's own.
+    `has_ring`: whether the engine has a recent window.
     """
 
     device: torch.device
@@ -37,6 +40,12 @@ class EngineLimits:
     request_tokens: int
     option: str
     number: int = 0
+    has_ring: bool = False
+
+    @property
+    def largest(self) -> Largest:
+        """The largest step of decodes."""
+        return Largest(self.limits.max_requests, self.limits.longest_decode, self.request_tokens, self.has_ring)
 
     @property
     def decode_tokens(self) -> int:
@@ -56,6 +65,7 @@ class EngineLimits:
             request_tokens=model.max_model_len,
             option=read_options(config.additional_config).decode_kernel,
             number=id(config.compilation_config.static_forward_context),
+            has_ring=bool(window_tokens_of_model(config)),
         )
 
 

@@ -26,7 +26,7 @@ from ..gpu_generations import LEAST_CAPABILITY
 from ..json_file import printable
 from ..kernels.cpu.compiler import BuildError, best_target, find_compiler
 from ..kernels.cuda import LATENT, LATENT_ROWS, runs_on
-from ..kernels.kernel_cache import cache_folder, why_not_kept
+from ..kernels.kernel_cache import NoHome, cache_folder, why_not_kept
 from ..kernels.served import CUDA, Engine, Latents, Pairs, who_serves
 from ..model.cache_scheme import said_of_cache
 from ..model.config_fields import BadInput, nested
@@ -86,7 +86,7 @@ def findings(options: argparse.Namespace) -> Iterator[Finding]:
     yield _python()
     model, folder, source = None, None, options.model
     if source is not None:
-        if Path(source).name == CONFIG and Path(source).expanduser().is_file():
+        if Path(source).name == CONFIG and Path(os.path.expanduser(source)).is_file():
             source = str(Path(source).parent)
         try:
             config, folder = load(source)
@@ -238,10 +238,18 @@ def _cpu_kernels() -> Finding:
         compiler, target = find_compiler(), best_target()
     except BuildError as error:
         return Finding(False, f"platform CPU: attention would run in PyTorch, many times slower: {error}")
-    folder = cache_folder()
-    number = len(list(folder.glob(f"*-{target.name}-*.so")))
-    state = f"{number} libraries compiled in" if number else "to be compiled at the first start, into"
-    return Finding(True, f"platform CPU: kernels in C++ for {target.name} by {compiler.version}, {state} {folder}")
+    state = _compiled(f"*-{target.name}-*.so", "libraries")
+    return Finding(True, f"platform CPU: kernels in C++ for {target.name} by {compiler.version}, {state}")
+
+
+def _compiled(pattern: str, kind: str) -> str:
+    """Say how many kernels are in the cache, and where that is."""
+    try:
+        folder = cache_folder()
+    except NoHome:
+        return "to be compiled at each start"
+    number = len(list(folder.glob(pattern)))
+    return f"{number} {kind} compiled in {folder}" if number else f"to be compiled at the first start, into {folder}"
 
 
 def _cache() -> Iterator[Finding]:
@@ -264,16 +272,13 @@ def _decode_kernel(capability: tuple[int, int], head_dim: int, group: int) -> st
     heads = f"heads of {head_dim} channels, {group} query heads per KV head"
     if served.kernel != CUDA:
         return f"decodes of {heads} are served by the Triton kernel ({served.reason})"
-    folder = cache_folder()
-    number = len(list(folder.glob("decode-*.cubin")))
-    state = f"{number} variants compiled in" if number else "to be compiled at the first start, into"
-    return f"decodes of {heads} are served by the CUDA kernel, {state} {folder}"
+    return f"decodes of {heads} are served by the CUDA kernel, {_compiled('decode-*.cubin', 'variants')}"
 
 
 def _triton_kernels() -> str:
     """Count the variants of our kernels in Triton's cache. With torch.compile, vLLM keeps another one for each of its
     compilations."""
-    home = Path(os.environ.get("TRITON_HOME") or "~").expanduser()
+    home = Path(os.path.expanduser(os.environ.get("TRITON_HOME") or "~"))
     folder = Path(os.environ.get("TRITON_CACHE_DIR") or home / ".triton" / "cache")
     number = sum(OWN_SOURCES in _beginning(file) for file in folder.glob("*/*.ttir"))
     state = f"{number} variants compiled in" if number else "to be compiled at the first start, into"
@@ -324,7 +329,7 @@ def _calibration(name: str, model: Model, folder: Path | None, ropes: dict[str, 
 def _cache_root() -> Path:
     """vLLM's cache folder, found as its `envs.py` finds it."""
     cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(os.environ.get("VLLM_CACHE_ROOT") or f"{cache}/vllm").expanduser()
+    return Path(os.path.expanduser(os.environ.get("VLLM_CACHE_ROOT") or f"{cache}/vllm"))
 
 
 def _tier(folder: Path) -> Finding:

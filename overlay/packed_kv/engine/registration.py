@@ -59,7 +59,7 @@ def register_formats() -> None:
         if fmt.name not in cache_config.KV_CACHE_DTYPES:
             register_format(fmt)
     if current_platform.is_cpu():
-        register_backend(AttentionBackendEnum.CPU_ATTN, f"{__package__}.cpu_backend.DenseCPUBackend")
+        register_backend(AttentionBackendEnum.CPU_ATTN, f"{__package__}.cpu_backend.CPUBackend")
 
 
 def _remedy(version: str) -> str:

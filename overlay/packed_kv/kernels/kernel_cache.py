@@ -12,6 +12,7 @@ import hashlib
 import logging
 import os
 import tempfile
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -22,57 +23,75 @@ DIGEST_BYTES = 32
 ANOTHER = "name a folder of your own by PACKED_KV_CACHE"
 
 
+class NoHome(OSError):
+    """The cache's folder is not known."""
+
+
 class _Damaged(Exception):
     """A file whose digest does not match."""
 
 
 def cache_folder() -> Path:
-    """Return the folder of compiled kernels: PACKED_KV_CACHE, or packed_kv in the user's cache folder."""
-    default = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "packed_kv"
-    return Path(os.environ.get("PACKED_KV_CACHE") or default)
+    """Return the folder of compiled kernels: PACKED_KV_CACHE, or packed_kv in the user's cache folder.
+
+    Raises NoHome: the path begins at a home folder, and there is none.
+    """
+    default = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "packed_kv")
+    path = os.path.expanduser(os.environ.get("PACKED_KV_CACHE") or default)
+    if path.startswith("~"):
+        raise NoHome(f"there is no home folder for {path} (HOME is not set, and /etc/passwd does not name one)")
+    return Path(path)
 
 
-def load_or_compile(name: str, compile_kernel: Callable[[], bytes]) -> bytes:
+def load_or_compile(name: str, compile_kernel: Callable[[], bytes], *, again: bool = False) -> bytes:
     """Return the machine code of a kernel from the cache, or compile and keep it.
 
     Args:
         name: of its file; different for different sources, options and compilers.
         compile_kernel: returns the machine code; its errors are raised.
+        again: compile it even if it is in the cache, and replace it there.
     """
-    path = cache_folder() / name
+    try:
+        path = cache_folder() / name
+    except NoHome as error:
+        _warn(f"compiled kernels are not kept, and compiled at each start: {_with_remedy(error)}")
+        return compile_kernel()
     keep = True
     try:
-        with own_folder(path.parent, ANOTHER) as folder:
-            _sweep_once(path.parent)
-            return _read(folder, path)
+        if not again:
+            with own_folder(path.parent, ANOTHER) as folder:
+                _sweep_once(path.parent)
+                return _read(folder, path)
     except FileNotFoundError:
         pass
     except _Damaged:
         logger.warning("%s is damaged; the kernel is compiled again", path)
     except (Untrusted, OSError) as error:
         keep = False
-        _warn_once(f"compiled kernels are not loaded from the cache, and compiled at each start: {error}")
+        _warn(f"compiled kernels are not loaded from the cache, and compiled at each start: {_with_remedy(error)}")
     code = compile_kernel()
     if keep:
         try:
             with own_folder(path.parent, ANOTHER) as folder:
                 replace_file(path, code + _digest(path.name, code), 0o600, folder)
         except (Untrusted, OSError) as error:
-            _warn_once(f"compiled kernels cannot be kept in {path.parent}, and are compiled at each start: {error}")
+            reason = _with_remedy(error)
+            _warn(f"compiled kernels cannot be kept in {path.parent}, and are compiled at each start: {reason}")
     return code
 
 
 def why_not_kept() -> str:
     """Say why compiled kernels cannot be kept; "": they can. Makes the folder, as keeping one does."""
-    folder = cache_folder()
     try:
-        with own_folder(folder, ANOTHER):
+        with own_folder(folder := cache_folder(), ANOTHER):
             reason = why_not_replaced(folder / "kernel")
-    except Untrusted as error:
-        return str(error)
-    except OSError as error:
-        reason = str(error)
+    except (Untrusted, OSError) as error:
+        return _with_remedy(error)
     return f"{reason}; {ANOTHER}" if reason else ""
+
+
+def _with_remedy(error: Exception) -> str:
+    return f"{error}; {ANOTHER}" if isinstance(error, OSError) else str(error)
 
 
 def _read(folder: int, path: Path) -> bytes:
@@ -88,6 +107,15 @@ def _digest(name: str, code: bytes) -> bytes:
     return hashlib.sha256(name.encode() + b"\0" + code).digest()
 
 
+def _warn(line: str) -> None:
+    """Log a line once per process: a server asks for several kernels, in several threads."""
+    with _one_thread:
+        _warn_once(line)
+
+
+_one_thread = threading.Lock()
+
+
 @functools.cache
 def _sweep_once(cache: Path) -> None:
     """Remove what killed compiles left, in the cache and in TMPDIR."""
@@ -97,5 +125,4 @@ def _sweep_once(cache: Path) -> None:
 
 @functools.cache
 def _warn_once(line: str) -> None:
-    """Log a line once per process: a server asks for several kernels."""
     logger.warning(line)

@@ -26,7 +26,7 @@ def load(source: str) -> tuple[Config, Path | None]:
     if not source or len(source) > LONGEST_NAME or not source.isprintable():
         raise BadInput(f"{printable(source, 60)} is not a model name; give a folder, a config.json or an id of the Hub")
     try:
-        path = Path(source).expanduser()
+        path = Path(os.path.expanduser(source))
         if path.is_dir():
             path = path / "config.json"
             if not path.is_file():
@@ -36,8 +36,6 @@ def load(source: str) -> tuple[Config, Path | None]:
         config = read_json(path)
     except OSError as error:  # a part of the path is too long, or nobody may look into a folder
         raise BadInput(f"{source} cannot be read ({error.strerror}); give the folder of a model") from error
-    except RuntimeError as error:  # ~user
-        raise BadInput(f"{source} names no user's folder; give the folder of a model") from error
     except BadInput:
         raise
     except ValueError as error:
@@ -49,7 +47,7 @@ def load(source: str) -> tuple[Config, Path | None]:
 
 def model_name(source: str) -> str:
     """Name of a model that `load` has read: of its folder, whatever that links to, or its id on the Hub."""
-    path = Path(source).expanduser()
+    path = Path(os.path.expanduser(source))
     if not path.exists():
         return source
     path = Path(os.path.abspath(path))

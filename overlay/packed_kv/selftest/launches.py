@@ -32,7 +32,7 @@ from ..window.step import WindowStep
 from .requests import BLOCK, RING_BLOCK, RequestBatch, Shape, ring_blocks
 
 HEAD_DIMS = (64, 128)
-PYTORCH = "PyTorch"
+PYTORCH, CPP = "PyTorch", "C++"
 """The route of layers that no kernel serves."""
 
 
@@ -70,7 +70,9 @@ class PairLayer:
             from ..attention.prefill import find_flash_attention  # imports Triton, which the CPU platform may lack
 
             flash = find_flash_attention(shape.head_dim, shape.head_dim, dtype, None)
-        engine = EngineLimits(device, dtype, Limits(shape.longest, max_requests), max_tokens, max_tokens, kernel)
+        engine = EngineLimits(
+            device, dtype, Limits(shape.longest, max_requests), max_tokens, max_tokens, kernel, has_ring=True
+        )
         layout = PairLayout(self.codec, shape.query_heads, shape.kv_heads, options, engine.limits)
         kernels = pair_kernels(fmt, layout, engine, flash)
         self.kernel = PYTORCH if kernels.decode is None else kernels.decode.language
@@ -81,7 +83,7 @@ class PairLayer:
 
     def compile_ahead(self) -> None:
         """Have all kernels of the layer compiled in other threads, as vLLM's profiling run does."""
-        if self.kernel in (PYTORCH, "C++"):
+        if self.kernel in (PYTORCH, CPP):
             return
         shape, device = self.shape, self.codec.key.device
         query, key, value = (
@@ -93,7 +95,7 @@ class PairLayer:
     def compile_step(self, batch: RequestBatch, *tensors: torch.Tensor) -> None:
         """Have the kernels of a step of decodes compiled in other threads. tensors: query, key, value, cache, ring and
         output, see `forward`; a block of cache and ring will do."""
-        if self.kernel in (PYTORCH, "C++"):
+        if self.kernel in (PYTORCH, CPP):
             return
         kernels = self.attention.kernels
         with Ahead():
@@ -149,6 +151,7 @@ class LatentLayer:
         self.shape, self.dtype, self.scale = shape, dtype, shape.head_dim**-0.5
         self.codec = LatentCodec(fmt, rank, rope_dim, device)
         self.window = _window_layer(shape) if shape.window else None
+        # No tokens: on a CPU the workspace grows with the batches.
         engine = EngineLimits(device, dtype, Limits(shape.longest, max_requests), 0, 0, kernel)
         layout = LatentLayout(self.codec, shape.group, self.scale, dtype, engine.limits, None, shape.window)
         self.kernels = latent_kernels(fmt, layout, engine)

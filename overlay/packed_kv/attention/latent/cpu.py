@@ -13,6 +13,7 @@ import torch
 from ...kernels.ahead import Ahead, wait_for
 from ...kernels.cpu import latent
 from ...kernels.cpu.compiler import BuildError
+from ...kernels.cpu.jobs import Largest
 from ...kernels.cpu.latent import CpuLatentPages
 from ...kernels.cpu.latent_decode import CpuLatentDecode
 from ...kernels.served import ANY, CPP, Engine, Latents, who_serves
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from ...codecs.latent import LatentCodec
     from ...codecs.ring import Ring
     from ...formats import Format
-    from ..layouts import LatentLayout
+    from ..layouts import EngineLimits, LatentLayout
 
 Attended = tuple[torch.Tensor, torch.Tensor | None]
 
@@ -41,10 +42,12 @@ class CpuLatents(DecodeKernel[DecodeBatch, Attended]):
     language, kind, longest, bound = "C++", "cpu latents", ANY, None
 
     def __init__(
-        self, codec: LatentCodec, scale: float, constant: torch.Tensor | None, *, is_shard: bool = False
-    ) -> None:
-        """Raises BuildError."""
+        self, codec: LatentCodec, heads: int, scale: float, constant: torch.Tensor | None, largest: Largest, *,
+        is_shard: bool = False,
+    ) -> None:  # fmt: skip
+        """Take the workspace of the largest step, of so many query heads. Raises BuildError."""
         self.decode, self.constant, self.is_shard = CpuLatentDecode(codec, scale), constant, is_shard
+        self.decode.reserve(largest, heads)
 
     def attend(
         self, step: DecodeBatch, cache: torch.Tensor, queries: tuple[torch.Tensor, ...], ring: Ring | None = None,
@@ -81,7 +84,7 @@ class CpuLatentPrefix(ReferenceLatentPrefix):
             self.read_ring(chunk, rows, recent, 1.0)
 
 
-def find_kernels(fmt: Format, layer: LatentLayout) -> LatentKernels:
+def find_kernels(fmt: Format, layer: LatentLayout, engine: EngineLimits) -> LatentKernels:
     """Return the kernels of a layer of this format: in PyTorch, as the log says, where C++ does not serve it."""
     codec, found = layer.codec, reference_kernels(layer)
     served = who_serves(Engine("cpu"), Latents(fmt, codec.rank, codec.rope_dim, heads=1))
@@ -92,7 +95,8 @@ def find_kernels(fmt: Format, layer: LatentLayout) -> LatentKernels:
             page_kernels = CpuLatentPages(codec)
             decode: DecodeKernel[Any, Attended] = found.decode
             if layer.dtype != torch.float32:
-                decode = CpuLatents(codec, layer.scale, layer.constant, is_shard=layer.is_shard)
+                sizes = codec, layer.heads, layer.scale, layer.constant, engine.largest
+                decode = CpuLatents(*sizes, is_shard=layer.is_shard)
         except BuildError as error:
             reason = str(error)
     if reason:
