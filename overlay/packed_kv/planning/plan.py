@@ -11,7 +11,7 @@ from ..attention.routes import longest_fused
 from ..cache_scheme import said_of_cache
 from ..config_fields import MODEL_BYTES, BadInput, nested, whole
 from ..formats import FORMATS, ROPE_BITS
-from ..kernels.cuda import COLUMNS, HEAD_DIMS
+from ..kernels.cuda import CAPABILITY, COLUMNS, HEAD_DIMS
 from ..model_shape import DENSE, FP8, Model
 from ..refusals import Refused
 from .cache import DTYPES, INDEX_BLOCK, Serving, bytes_per_token, capacity, recent_window
@@ -208,7 +208,7 @@ def decodes(model: Model, card: Card) -> str:
     """Name the kernel of a packed dtype's decodes, and the most new tokens of a request that it takes: in CUDA graphs,
     the layer that takes the fewest decides."""
     group = max(max(1, model.query_heads(layer) // model.ranks // layer.kv_heads) for layer in model.attention)
-    by_cuda = card.is_hopper and group <= COLUMNS and all(
+    by_cuda = card.capability == CAPABILITY and group <= COLUMNS and all(
         layer.kind == "full" and layer.head_size in HEAD_DIMS and layer.value_size in (0, layer.head_size)
         for layer in model.attention
     )  # fmt: skip
