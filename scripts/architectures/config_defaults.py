@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Writes overlay/packed_kv/config_defaults.json: defaults of the installed transformers' config classes.
+"""Writes overlay/packed_kv/model/config_defaults.json: defaults of the installed transformers' config classes.
 
     python scripts/architectures/config_defaults.py
 
@@ -17,7 +17,7 @@ from typing import Any
 
 from transformers import CONFIG_MAPPING
 
-FILE = Path(__file__).parents[2] / "overlay" / "packed_kv" / "config_defaults.json"
+FILE = Path(__file__).parents[2] / "overlay" / "packed_kv" / "model" / "config_defaults.json"
 TEXT = (
     "afmoe", "apertus", "arcee", "aria_text", "cohere", "cohere2", "cwm", "deepseek_v2", "deepseek_v3",
     "emu3_text_model", "ernie4_5", "ernie4_5_moe", "exaone4", "exaone_moe", "falcon_h1", "flex_olmo", "gemma",
@@ -55,10 +55,10 @@ FIELDS = frozenset((
     "num_dense_layers", "global_attn_every_n_layers", "sliding_window_pattern", "linear_num_key_heads",
     "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim", "linear_conv_kernel_dim", "conv_L_cache",
     "q_lora_rank", "conv_dim", "mamba_d_state", "ssm_state_size", "mamba_d_conv", "conv_kernel", "mamba_n_heads",
-    "mamba_num_heads", "n_mamba_heads", "mamba_d_head", "mamba_head_dim", "mamba_headdim",
-    "mamba_n_groups", "n_groups", "mamba_ngroups", "mamba_expand", "mamba_d_ssm", "mamba_ssm_cache_dtype", "mamba_ssm_dtype",
+    "mamba_num_heads", "n_mamba_heads", "mamba_d_head", "mamba_head_dim", "mamba_headdim", "mamba_n_groups", "n_groups",
+    "mamba_ngroups", "mamba_expand", "mamba_d_ssm", "mamba_ssm_cache_dtype", "mamba_ssm_dtype",
 ))  # fmt: skip
-"""Fields that packed_kv/{model_shape,layer_kinds,state_layers}.py and packed_kv/planning/modules.py read, without those
+"""Fields that packed_kv/model/{shape,layer_kinds,state_layers}.py and packed_kv/planning/modules.py read, without those
 that are lists."""
 UNDECLARED = {
     **{kind: {"global_head_dim": 512} for kind in ("gemma4_text", "gemma4_unified_text")},

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from packed_kv.model_shape import parse
+from packed_kv.model.shape import parse
 from packed_kv.planning import cards
 from packed_kv.planning.plan import decodes
-from packed_kv.refusals import refusals_of_model
+from packed_kv.refusals.table import refusals_of_model
 from test_plan import SHAPE_8B
 from test_sparse_plan import V32
 

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from packed_kv.cache_scheme import asked_cache
 from packed_kv.commands.plan import main
-from packed_kv.config_fields import BadInput, text_config
-from packed_kv.model_shape import parse
+from packed_kv.model.cache_scheme import asked_cache
+from packed_kv.model.config_fields import BadInput, text_config
+from packed_kv.model.shape import parse
 from packed_kv.planning import config_file
 from packed_kv.planning.modules import modules
 from packed_kv.planning.quantization import NotKnown, scheme_of

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from functools import cache
 from itertools import product
 
-from ..config_defaults import EXPERT_INNER, EXPERTS, EXPERTS_PER_TOKEN, INNER, SHARED_EXPERTS, Config
-from ..config_fields import listed, nested, whole, word
-from ..layer_kinds import layer_letters
-from ..model_shape import Layer, Model, layer_config, layer_runs
-from ..state_layers import delta_attention, delta_net_channels, has_delta_attention, mamba_channels
+from ..model.config_defaults import EXPERT_INNER, EXPERTS, EXPERTS_PER_TOKEN, INNER, SHARED_EXPERTS, Config
+from ..model.config_fields import listed, nested, whole, word
+from ..model.layer_kinds import layer_letters
+from ..model.shape import Layer, Model, layer_config, layer_runs
+from ..model.state_layers import delta_attention, delta_net_channels, has_delta_attention, mamba_channels
 
 PLAIN_MLP = (
     "gpt2", "gptj", "gpt_neox", "opt", "bloom", "falcon", "phi", "starcoder2", "nemotron", "nemotron_h", "mpt",

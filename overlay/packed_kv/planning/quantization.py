@@ -11,10 +11,10 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from ..cache_scheme import layers_asked
-from ..config_defaults import Config
-from ..config_fields import MODEL_BYTES, BadInput, listed, nested, whole, word
 from ..json_file import printable, shown
+from ..model.cache_scheme import layers_asked
+from ..model.config_defaults import Config
+from ..model.config_fields import MODEL_BYTES, BadInput, listed, nested, whole, word
 
 PLAIN = 8 * MODEL_BYTES
 """Bits of a number that is not quantized."""

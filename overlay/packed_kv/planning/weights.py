@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from ..config_defaults import Config
-from ..config_fields import MODEL_BYTES, BadInput, nested, whole
 from ..json_file import read_json, shown
-from ..model_shape import Model
+from ..model.config_defaults import Config
+from ..model.config_fields import MODEL_BYTES, BadInput, nested, whole
+from ..model.shape import Model
 from .modules import experts, experts_per_token, modules
 from .quantization import PLAIN, NotKnown, Rule, Scheme, scheme_of
 

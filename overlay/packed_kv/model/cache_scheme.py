@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections import Counter
 
+from ..json_file import printable
 from .config_defaults import Config
 from .config_fields import nested, word
-from .json_file import printable
-from .model_shape import FP8
+from .shape import FP8
 
 
 def asked_cache(quantization: Config) -> str:
