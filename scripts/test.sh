@@ -53,7 +53,7 @@ newest_transformers() {
         mv "$folder.part" "$folder"
     fi
     PYTHONPATH=$folder EXPECTED_TRANSFORMERS=$NEWEST_TRANSFORMERS "$bin/python" -m pytest --quick \
-        -W 'error:.*past_key_values:FutureWarning' tests/test_transformers_cache.py
+        -W 'error:.*past_key_values:FutureWarning' tests/test_{transformers,encoder_decoder}_cache.py
 }
 
 say "ruff"

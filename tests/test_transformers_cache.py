@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import copy
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
-import transformers
 from calibration_files import content, write
 from checkout import DEMO_MODEL, REPO
-from null_code import register
 from packed_kv import FORMATS, get_codec
 from packed_kv.calibration_file import CalibrationError, LayerCalibration, load
 from packed_kv.codecs import ring
@@ -23,18 +20,11 @@ from packed_kv.transformers import CACHE_ARGUMENT, PackedCache, PackedLayer
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
-    BartConfig,
-    BartForConditionalGeneration,
     DynamicCache,
-    EncoderDecoderCache,
     LlamaConfig,
     LlamaForCausalLM,
     MambaConfig,
     MistralConfig,
-    T5Config,
-    T5ForConditionalGeneration,
-    WhisperConfig,
-    WhisperForConditionalGeneration,
 )
 from transformers.models.mistral import MistralForCausalLM
 
@@ -443,76 +433,3 @@ def test_bad_input_is_refused_in_one_line(error, message, make, calibration):
     with pytest.raises(error, match=message) as raised:
         make(calibration)
     assert "\n" not in str(raised.value)
-
-
-NARROW = {"d_model": 128, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 4, "pad_token_id": 0,
-          "decoder_attention_heads": 4, "encoder_ffn_dim": 128, "decoder_ffn_dim": 128, "vocab_size": 256,
-          "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1, "init_std": 0.3}  # fmt: skip
-SOUND = {"num_mel_bins": 80, "max_source_positions": 100, "max_target_positions": 64}
-T5 = {"vocab_size": 256, "d_model": 128, "d_kv": 32, "d_ff": 128, "num_layers": 2, "num_heads": 4, "pad_token_id": 0,
-      "decoder_start_token_id": 0, "initializer_factor": 3.0}  # fmt: skip
-ENCODER_DECODERS = {
-    "T5": lambda: T5ForConditionalGeneration(T5Config(**T5)),
-    "BART": lambda: BartForConditionalGeneration(
-        BartConfig(**NARROW, max_position_embeddings=128, forced_eos_token_id=None)
-    ),
-    "Whisper": lambda: WhisperForConditionalGeneration(WhisperConfig(**NARROW, **SOUND)),
-}
-
-
-@pytest.fixture(params=ENCODER_DECODERS)
-def encoder_decoder(request):
-    """A model with random weights, and its input."""
-    torch.manual_seed(0)
-    model = ENCODER_DECODERS[request.param]().eval()
-    return model, gaussian(1, 80, 200) if request.param == "Whisper" else torch.arange(3, 63)[None]
-
-
-def decode(model, inputs: torch.Tensor, cache, **options) -> list[int]:
-    options = {"max_new_tokens": 10, "do_sample": False, "num_beams": 1, "eos_token_id": None, **options}
-    return model.generate(inputs, **{CACHE_ARGUMENT: cache}, **options)[0].tolist()
-
-
-def test_the_transformers_that_is_meant() -> None:
-    assert os.environ.get("EXPECTED_TRANSFORMERS", transformers.__version__) == transformers.__version__
-    new = tuple(map(int, transformers.__version__.split(".")[:2])) >= (5, 24)
-    assert ("cache" if new else "past_key_values") == CACHE_ARGUMENT
-
-
-@pytest.mark.parametrize("beams", [1, 2])
-def test_encoder_decoders_generate_as_without_packing(encoder_decoder, beams: int, monkeypatch) -> None:
-    """With a code that loses nothing, in both caches or in the first; fp16 numbers of fp16 keys and values."""
-    model, inputs = encoder_decoder
-    name = register(monkeypatch)
-    exact = decode(model, inputs, EncoderDecoderCache(DynamicCache(), DynamicCache()), num_beams=beams)
-    for second in (DynamicCache, lambda: PackedCache(name, recent_tokens=0)):
-        both = EncoderDecoderCache(PackedCache(name, recent_tokens=0), second())
-        assert decode(model, inputs, both, num_beams=beams) == exact
-
-
-def test_cross_attention_reads_what_is_stored(encoder_decoder) -> None:
-    model, inputs = encoder_decoder
-    both = EncoderDecoderCache(PackedCache("tq4"), PackedCache("tq4"))
-    decode(model, inputs, both)
-    for layer in both.cross_attention_cache.layers:
-        (key, value), sequences = (layer.keys, layer.values), layer.vectors[0].packed.held.shape[0]
-        new = torch.zeros_like(key[:, :, :1])
-        read = copy.deepcopy(layer).update(new, new)  # a lone token, which reads all as it is stored
-        far = layer.get_seq_length() - layer.settings.recent_tokens + 1  # beyond the recent window of either
-        assert (sequences == 1 and far > 8) or inputs.shape[-1] < 64
-        for found, expected in zip((key, value), read, strict=True):
-            assert torch.equal(found[:, :, : max(0, far - 1)], expected[:, :, : max(0, far - 1)])
-            assert found.shape[2] == expected.shape[2] - 1 == layer.get_seq_length()
-
-
-def test_a_lone_cache_in_an_encoder_decoder_is_refused_in_one_line(encoder_decoder) -> None:
-    model, inputs = encoder_decoder
-    for config in (None, model.config):
-        with pytest.raises(ValueError, match=r"give an encoder-decoder EncoderDecoderCache\(PackedCache\(dtype\), P"):
-            decode(model, inputs, PackedCache("tq4", config=config))
-
-
-def test_keys_come_in_by_update_alone() -> None:
-    layer = layer_of(PackedCache("tq4"))
-    with pytest.raises(NotImplementedError, match="keys and values come in by update alone"):
-        layer.keys = gaussian(1, HEADS, 3, HEAD_DIM)

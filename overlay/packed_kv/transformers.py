@@ -48,9 +48,6 @@ CACHE_ARGUMENT = "cache" if "cache" in _PARAMETERS else "past_key_values"
 SLOWER = "3 to 5 times"
 """Time of a generate step in PyTorch, in steps of the kernels, as benchmarks/cpu_cache.py measures it."""
 
-HOLDS_NOTHING = "DummyLayer"
-"""Class of transformers, from 5.24 on, in place of layers without keys and values of their own."""
-
 TILE = 1024
 """Tokens that are unpacked at a time in PyTorch, through fp32."""
 
@@ -96,8 +93,7 @@ class PackedCache(Cache):
         ValueError: an unknown dtype, a recent_tokens that is no count, a mask of another shape or of other numbers than
             0 and 1, a calibration that does not fit (`CalibrationError`); at the first token of a layer, a head_dim
             that is no multiple of 16, and a mask that is not the prompts'.
-            An update that is a layer's second before the next layer's first, as an encoder-decoder does
-            with a cache that is not in an EncoderDecoderCache.
+            Two updates of a layer before the next one's first, by an encoder-decoder without EncoderDecoderCache.
         NotImplementedError: layers that are no attention (Mamba, convolutions), or attend otherwise.
     """
 
@@ -126,7 +122,7 @@ class PackedCache(Cache):
     @property
     def nbytes(self) -> int:
         """Bytes of all packed tokens and of the recent ones. Memory has room for up to an eighth more."""
-        packed = [layer for layer in self.layers if isinstance(layer, PackedLayer)]
+        packed = (layer for layer in self.layers if isinstance(layer, PackedLayer))
         return sum(tokens.held.nbytes for layer in packed for tokens in layer.all())
 
     def update(
@@ -160,7 +156,7 @@ class PackedCache(Cache):
 
     def _layer(self, number: int, plain: Any) -> Any:
         """Return the packed layer in place of the one that transformers would make; one that holds nothing stays."""
-        if type(plain).__name__ == HOLDS_NOTHING:
+        if type(plain).__name__ == "DummyLayer":  # from transformers 5.24 on
             return plain
         if type(plain) is DynamicLayer:
             return PackedLayer(self.settings, number)
@@ -310,17 +306,16 @@ class PackedLayer(DynamicLayer):
         super().__init__(**window)
         self.settings, self.number = settings, number
         self.cumulative_length, self.updates = 0, 0
-        """Tokens that came in, and in how many updates; a sliding window holds the last of them."""
+        """Tokens that came in, of which a sliding window holds the last, and the updates that brought them."""
 
     @property
     def keys(self) -> torch.Tensor | None:
-        """All keys as they are stored, [sequences, KV heads, tokens, head_dim]; cross-attention reads them after its
-        first step. None before the first tokens."""
+        """All keys as stored, [sequences, KV heads, tokens, head_dim], for cross-attention; None: no tokens yet."""
         return self.vectors[0].read(self._positions_held(), self.dtype) if self.vectors else None
 
     @keys.setter
     def keys(self, value: None) -> None:
-        self._holds_packed_bytes(value)
+        self._refuse(value)
 
     @property
     def values(self) -> torch.Tensor | None:
@@ -329,9 +324,9 @@ class PackedLayer(DynamicLayer):
 
     @values.setter
     def values(self, value: None) -> None:
-        self._holds_packed_bytes(value)
+        self._refuse(value)
 
-    def _holds_packed_bytes(self, value: object) -> None:
+    def _refuse(self, value: object) -> None:
         if value is not None:
             raise NotImplementedError("PackedCache holds packed bytes: keys and values come in by update alone")
 

@@ -90,7 +90,7 @@ def text_config(config: Config) -> Config:
 
 
 def _quantization(config: Config) -> Config:
-    """What a config says of quantization, with the method's name that vLLM gives it; {}: nothing. As
+    """A config's settings of quantization, with the method's name that vLLM gives it; {}: none. As
     `_normalize_quantization_config` of vLLM's `model_arch_config_convertor.py`. Raises BadInput."""
     found = nested(config, "quantization_config")
     if not found:

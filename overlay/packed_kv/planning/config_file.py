@@ -59,7 +59,7 @@ def load(source: str) -> tuple[Config, Path | None]:
 
 
 def _other_model(folder: Path) -> str:
-    """What a folder without config.json holds instead, and what to give."""
+    """Say what a folder without config.json holds instead, and what to give."""
     adapter = folder / "adapter_config.json"
     if adapter.is_file():
         try:
