@@ -38,6 +38,7 @@ from packed_kv.codecs.transform import ChannelTransform
 from packed_kv.json_file import read_json
 from packed_kv.layout import RECENT_TOKENS
 from packed_kv.private_file import replace_file
+from packed_kv.transformers import CACHE_ARGUMENT
 from packed_kv_quality.teacher_forced import text_windows, through_e4m3, token_kl
 from tq_calibrate.collect import ATTENTION, Collector
 from tq_calibrate.model import load_model
@@ -60,7 +61,7 @@ class FarPacked:
     def log_probs(self, ids: torch.Tensor, cache: DynamicCache, scored: int) -> torch.Tensor:
         """Return log probabilities, fp32 [scored, vocabulary], of the tokens that follow the last `scored` of a context
         int64 [1, tokens]. The cache holds those before them, and afterwards again."""
-        logits = self.model(ids[:, -scored:], past_key_values=cache, use_cache=True).logits[0]
+        logits = self.model(ids[:, -scored:], **{CACHE_ARGUMENT: cache}, use_cache=True).logits[0]
         cache.crop(-scored)
         return logits.float().log_softmax(-1)
 
@@ -160,7 +161,7 @@ def measure(run: FarPacked, ids: torch.Tensor, cases: Sequence[Case], files: Map
     scored, found = ids.shape[1] - prompt, {}
     with torch.inference_mode():
         run.codecs = {}
-        run.model.base_model(ids[:, :prompt], past_key_values=cache, use_cache=True)
+        run.model.base_model(ids[:, :prompt], **{CACHE_ARGUMENT: cache}, use_cache=True)
         exact = run.log_probs(ids, cache, scored)
         for case in cases:
             run.codecs, run.recent = layer_codecs(case.dtype, cache, files[case.file]), case.recent

@@ -159,10 +159,15 @@ def _entry_point() -> Finding:
     names = {point.name for point in importlib.metadata.entry_points(group="vllm.general_plugins")}
     if "packed_kv" not in names:
         return Finding(False, "vLLM finds no plugin, as packed-kv is not installed here; run: pip install packed-kv")
-    allowed = os.environ.get("VLLM_PLUGINS")
-    if allowed is not None and "packed_kv" not in allowed.split(","):
-        return Finding(False, f"VLLM_PLUGINS={allowed} excludes the plugin; add packed_kv to it")
+    if _is_excluded():
+        return Finding(False, f"VLLM_PLUGINS={os.environ['VLLM_PLUGINS']} excludes the plugin; add packed_kv to it")
     return Finding(True, "plugin installed")
+
+
+def _is_excluded() -> bool:
+    """True if VLLM_PLUGINS is set and does not name the plugin, which vLLM then does not load."""
+    allowed = os.environ.get("VLLM_PLUGINS")
+    return allowed is not None and "packed_kv" not in allowed.split(",")
 
 
 def _probe(model: Model | None, folder: Path | None) -> dict[str, Any]:
@@ -187,7 +192,9 @@ def _engine(found: dict[str, Any], model: Model | None) -> Iterator[Finding]:
         yield Finding(False, found["failed"])
         return
     missing = [name for name in FORMATS if name not in found["registered"]]
-    if missing:
+    if missing and _is_excluded():
+        yield Finding(True, "dtypes not looked for, as the plugin is excluded")
+    elif missing:
         yield Finding(False, f"the plugin does not register {', '.join(missing)}; run: packed-kv patch apply")
     else:
         yield Finding(True, f"plugin loads: {', '.join(found['registered'])} (PyTorch {found['torch']})")

@@ -206,7 +206,7 @@ def assumptions(target: Target, said: list[str]) -> list[str]:
 def decodes(model: Model, card: Card) -> str:
     """Name the kernel of a packed dtype's decodes, and the most new tokens of a request that it takes: in CUDA graphs,
     the layer that takes the fewest decides."""
-    engine = Engine("cuda", (9, 0) if card.is_hopper else (8, 0), requests=card.served_at_once, is_here=False)
+    engine = Engine("cuda", card.capability, requests=card.served_at_once, is_here=False)
     served = []
     for layer in model.attention:
         group = max(1, model.query_heads(layer) // model.ranks // layer.kv_heads)
