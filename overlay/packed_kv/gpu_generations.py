@@ -1,4 +1,4 @@
-"""What each generation of NVIDIA's GPUs has: the resources of an SM, and instructions that kernels need. No torch.
+"""Generations of NVIDIA's GPUs: the resources of an SM, and the instructions that kernels need. No torch.
 
 Numbers are from the tables of compute capabilities of the CUDA programming guide.
 """

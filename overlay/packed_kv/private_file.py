@@ -26,9 +26,9 @@ from typing import BinaryIO
 TEMPORARY = re.compile(r"\.?packed_kv-[0-9a-f]{16}\.tmp")
 """Names of files (with the dot) and folders in the making."""
 TRIAL = bytes(4096)
-"""What `why_not_replaced` writes: a full disk takes an empty file."""
+"""Content that `why_not_replaced` writes, as a full disk takes an empty file."""
 _NO_FILE = (errno.ELOOP, errno.EISDIR, errno.ENXIO)
-"""What opening a link, a folder, or a FIFO or socket for writing fails with."""
+"""Errors of opening a link, a folder, or a FIFO or socket for writing."""
 
 
 class Untrusted(Exception):
@@ -40,7 +40,7 @@ class Untrusted(Exception):
 
 
 class NotRegular(OSError):
-    """What has a file's name is a FIFO or a device."""
+    """A FIFO or a device has the file's name."""
 
 
 def open_regular(path: str | os.PathLike[str], flags: int = os.O_RDONLY) -> int:

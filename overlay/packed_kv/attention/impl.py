@@ -95,13 +95,13 @@ class PackedAttentionImpl(AttentionImpl[PackedMetadata]):
         self.device = torch.get_default_device()
         config = get_current_vllm_config()
         self.dtype = config.model_config.dtype
-        self.config, self.engine = config, EngineLimits.of(config, self.device)
+        self.window_tokens = window_tokens_of_model(config)
+        self.config, self.engine = config, EngineLimits.of(config, self.device, has_ring=bool(self.window_tokens))
         self.longest_decode, self.max_requests = self.engine.limits
         self.shard = shard_of(config)
         refuse(Facts(*facts.records, Parallel(dcp=self.shard.ranks)), kv_cache_dtype)
         self.group = self.num_heads * self.shard.ranks // self.num_kv_heads
         """Query heads a KV head that the decode kernel serves."""
-        self.window_tokens = window_tokens_of_model(config)
         self.layers = config.compilation_config.static_forward_context
         self.flash_attention = self._find_flash_attention()
         if self.device.type == "cpu":

@@ -1,4 +1,5 @@
-"""What decides the kernels of a layer: its engine, its shape, and options of its attention. Imports no Triton."""
+"""Records of what decides the kernels of a layer: its engine's limits, its shape, and options of its attention.
+Imports no Triton."""
 
 from __future__ import annotations
 
@@ -10,7 +11,6 @@ import torch
 from ..kernels.cpu.jobs import Largest
 from ..kernels.served import Pairs
 from ..settings.options import read_options
-from ..window.layer import window_tokens_of_model
 from .choice import Limits
 from .context_shard import UNSHARDED, ContextShard
 from .metadata import longest_decode
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class EngineLimits:
-    """What of an engine decides the kernels of its layers.
+    """Limits and options of an engine that decide the kernels of its layers.
 
     `device`: where they run. `dtype`: of the model. `limits`: of decodes. `batch_tokens`, `request_tokens`: the most of
     a batch and of a request. `option`: `decode_kernel` of `--additional-config`. `number`: the engine's own.
@@ -53,7 +53,7 @@ class EngineLimits:
         return min(self.limits.max_requests * self.limits.longest_decode, self.batch_tokens)
 
     @classmethod
-    def of(cls, config: VllmConfig, device: torch.device) -> EngineLimits:
+    def of(cls, config: VllmConfig, device: torch.device, *, has_ring: bool = False) -> EngineLimits:
         model, scheduler = config.model_config, config.scheduler_config
         # vLLM makes two requests of a decode whose drafts begin a chunk.
         requests = scheduler.max_num_seqs * (2 if model.attention_chunk_size else 1)
@@ -65,7 +65,7 @@ class EngineLimits:
             request_tokens=model.max_model_len,
             option=read_options(config.additional_config).decode_kernel,
             number=id(config.compilation_config.static_forward_context),
-            has_ring=bool(window_tokens_of_model(config)),
+            has_ring=has_ring,
         )
 
 

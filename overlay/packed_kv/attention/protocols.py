@@ -110,7 +110,7 @@ class DecodeKernel(LayerKernel, Protocol[Step, Result]):
     `ReferenceDecodes`. On CUDA, a step of pairs is a `RotatingStep`."""
 
     language: str
-    """What it is written in: "CUDA", "Triton", "C++" or "PyTorch"."""
+    """The language of the kernel: "CUDA", "Triton", "C++" or "PyTorch"."""
     kind: Hashable
     """Kernels of equal kinds can share the step of a batch."""
     longest: int

@@ -137,7 +137,7 @@ def routes(config: VllmConfig) -> tuple[str, str]:
 
 
 def _asked(config: VllmConfig) -> Pairs | Latents:
-    """What a decode kernel is asked of the model's layers, as far as its configuration says it."""
+    """Return the questions to `who_serves` about the model's layers, as far as its configuration answers them."""
     from ..kernels.cuda import LATENT
     from ..kernels.served import Latents, Pairs
 

@@ -1,4 +1,5 @@
-"""Which kernel serves the decodes of a layer, up to how many query tokens of a request, and why no faster one does.
+"""The one answer to which kernel serves the decodes of a layer, up to how many query tokens of a request, and why no
+faster one does.
 
 All ask here: the layers themselves, the metadata's CUDA graphs, the metrics, `packed-kv plan`, `doctor` and `selftest`.
 No torch, as most of these have none.
@@ -21,11 +22,11 @@ again for every tile of them; the prefill route does it once, but through memory
 shape measured with 64 columns, with 128 no longer (docs/tried.md). The CUDA kernel, which decodes them once for 64
 columns, takes more (`kernels.cuda.longest_query`). The C++ kernel takes as many as Triton's."""
 ANY = 1 << 30
-"""As many query tokens as a step may have."""
+"""Query tokens of any step: there is no limit."""
 
 
 class Engine(NamedTuple):
-    """What is known of an engine.
+    """An engine, as far as it decides which kernel serves.
 
     `platform`: vLLM's, "cuda" or "cpu". `capability`: of the GPU; None: there is none, or it is not known. `option`:
     `decode_kernel`. `is_fp32`: whether activations are. `longest_decode`: most query tokens of a request, drafts

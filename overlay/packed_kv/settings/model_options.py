@@ -1,4 +1,4 @@
-"""What changes a model's numbers without its weights: an engine's options, and the config that they end in."""
+"""The list of what changes a model's numbers without its weights: an engine's options, and the resolved config."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ KEPT = "_packed_kv_numbers"
 
 
 def options_of(config: VllmConfig, names: Iterable[str]) -> dict[str, Any]:
-    """Those of these arguments that are given, as vLLM keeps them."""
+    """Return the given ones of these arguments, as vLLM keeps them."""
     holders = (config.model_config, getattr(config.model_config, "multimodal_config", None))
     found = {name: next((getattr(x, name) for x in holders if hasattr(x, name)), None) for name in names}
     return {name: value for name, value in found.items() if value}
@@ -75,8 +75,8 @@ def _numbers(config: VllmConfig) -> dict[str, Any]:
 
 
 def _by_length(model: ModelConfig) -> dict[str, Any]:
-    """What an engine's `max_model_len` decides: the factors of longrope (`Phi3LongRoPEScaledRotaryEmbedding`), the base
-    of dynamic RoPE, and whether Llama 4 tunes its queries (`Llama4ForCausalLM`)."""
+    """Return the numbers that `max_model_len` decides: the factors of longrope
+    (`Phi3LongRoPEScaledRotaryEmbedding`), the base of dynamic RoPE, and whether Llama 4 tunes its queries (`Llama4ForCausalLM`)."""
     found: dict[str, Any] = {}
     for kind, rope in rope_parameters(model.hf_text_config).items():
         original = rope.get("original_max_position_embeddings")

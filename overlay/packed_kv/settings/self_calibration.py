@@ -161,7 +161,7 @@ def _ensure(path: Path, config: VllmConfig) -> Path:
 
 
 def _is_there(folder: int, path: Path) -> bool:
-    """Whether the cache has a file of this user's."""
+    """Return whether the cache has a file of this user's."""
     try:
         os.close(open_own(folder, path))
     except (FileNotFoundError, Untrusted):

@@ -106,7 +106,8 @@ class LatentAttentionImpl(PackedLatents, MLACommonImpl[LatentMetadata]):
         if shard.ranks > 1:
             self.ranks, layer.dcp_manager.combine = Ranks(shard), self.combine
         codec, weights = self.fold(layer_name, layer, LatentCodec)
-        engine, fmt = EngineLimits.of(self.config, self.device), FORMATS[self.kv_cache_dtype]
+        fmt, has_ring = FORMATS[self.kv_cache_dtype], bool(self.window_tokens)
+        engine = EngineLimits.of(self.config, self.device, has_ring=has_ring)
         window = 0 if self.window_layer is None else self.window_layer.window
         sizes = self.num_heads * shard.ranks, self.scale, engine.dtype, engine.limits
         layout = LatentLayout(codec, *sizes, weights.constant, window, is_shard=shard.ranks > 1)

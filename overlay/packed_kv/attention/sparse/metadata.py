@@ -75,7 +75,7 @@ class SparseDecodes(DecodeBatch):
 
 @dataclass(frozen=True)
 class SparseBatch:
-    """What a layer attends to: a batch's decodes, or decodes and prompts.
+    """Rows of a batch that a layer attends for: its decodes, or decodes and prompts.
 
     `cache`: uint8 [blocks, block_size, slot_bytes]. `queries`: of the tokens that are attended to, decodes first.
     `picks`: int32 [tokens, picks], positions in requests; negative: none. `new`: latents of these tokens; looked at
