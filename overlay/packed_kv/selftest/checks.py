@@ -81,7 +81,7 @@ def pair_layers(fmt: Format, device: torch.device, kernel: str) -> list[PairLaye
 
 
 def check_threads() -> Check:
-    """Return whether kernels in C++ run on two threads where two are asked for."""
+    """Return the check that kernels in C++ run on two threads where two are asked for."""
     found = len(threads.thread_ids(2))
     remedy = "; the log of a server says why, and the remedy" if found < 2 else ""
     return Check(THREADS, f"kernels in C++ run on {found} of 2 threads{remedy}", abs(found - 2), 0.0)

@@ -141,7 +141,7 @@ def _compile(program: Program, sources: dict[str, str], compiler: Compiler, flag
 _ANOTHER = "name another C++ compiler as CXX, for instance g++ 9 or later"
 TOO_LARGE = (os.strerror(errno.EFBIG), "File size limit exceeded")
 OF_THE_FOLDER = (*TOO_LARGE, *map(os.strerror, (errno.ENOSPC, errno.EDQUOT, errno.EROFS)))
-"""Words of a compiler that cannot write its files, in the C locale."""
+"""Messages of compilers that cannot write their files, in the C locale."""
 
 
 def _remedy(said: str) -> str:
