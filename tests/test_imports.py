@@ -13,13 +13,23 @@ PACKAGE = REPO / "overlay" / "packed_kv"
 FLOORS = (
     "formats", "layout", "json_file", "child_process", "config_defaults", "config_fields", "state_layers",
     "layer_kinds", "model_shape", "cache_scheme", "rope", "architectures",
-    "facts", "config_facts", "refusals", "channel_calibration", "calibration_file", "codecs", "reference", "kernels",
+    "facts", "config_facts", "refusals", "channel_calibration", "calibration_content",
+    "calibration_file", "codecs", "reference", "kernels",
     "vllm_compat", "settings", "window", "attention", "sharing", "engine", "plugin",
 )  # fmt: skip
 """Rooms from the bottom up. A module imports its own room and those below it."""
 BESIDE = {
     "__init__": {"formats", "codecs"},
-    "transformers": {"formats", "layout", "json_file", "rope", "calibration_file", "codecs", "kernels"},
+    "transformers": {
+        "formats",
+        "layout",
+        "json_file",
+        "rope",
+        "channel_calibration",
+        "calibration_file",
+        "codecs",
+        "kernels",
+    },
     "lmcache": {"formats", "codecs"},
     "selftest": {
         "formats",
@@ -73,7 +83,8 @@ PROBE = "commands.probe"
 NO_TORCH = {
     "formats", "layout", "json_file", "child_process", "config_defaults", "config_fields", "state_layers",
     "layer_kinds", "model_shape", "cache_scheme", "rope", "architectures",
-    "facts", "config_facts", "refusals", "channel_calibration", "calibration_file", "planning", "commands",
+    "facts", "config_facts", "refusals", "channel_calibration", "calibration_content",
+    "calibration_file", "planning", "commands",
 }  # fmt: skip
 THIRD_PARTY = {"torch", "triton", "vllm", "transformers"}
 
