@@ -11,10 +11,8 @@ from checkout import REPO
 
 PACKAGE = REPO / "overlay" / "packed_kv"
 FLOORS = (
-    "formats", "layout", "json_file", "child_process", "config_defaults", "config_fields", "state_layers",
-    "layer_kinds", "model_shape", "cache_scheme", "rope", "architectures",
-    "facts", "config_facts", "refusals", "channel_calibration", "calibration_content",
-    "calibration_file", "codecs", "reference", "kernels",
+    "formats", "layout", "json_file", "child_process", "model", "refusals",
+    "channel_calibration", "calibration_content", "calibration_file", "codecs", "reference", "kernels",
     "vllm_compat", "settings", "window", "attention", "sharing", "engine", "plugin",
 )  # fmt: skip
 """Rooms from the bottom up. A module imports its own room and those below it."""
@@ -24,7 +22,7 @@ BESIDE = {
         "formats",
         "layout",
         "json_file",
-        "rope",
+        "model",
         "channel_calibration",
         "calibration_file",
         "codecs",
@@ -43,34 +41,14 @@ BESIDE = {
         "window",
         "attention",
     },
-    "planning": {
-        "formats",
-        "layout",
-        "json_file",
-        "config_defaults",
-        "config_fields",
-        "state_layers",
-        "layer_kinds",
-        "model_shape",
-        "cache_scheme",
-        "facts",
-        "refusals",
-        "kernels",
-        "attention",
-    },
+    "planning": {"formats", "layout", "json_file", "model", "refusals", "kernels", "attention"},
     "commands": {
         "formats",
         "layout",
         "json_file",
         "child_process",
-        "config_defaults",
-        "config_fields",
-        "model_shape",
-        "cache_scheme",
-        "architectures",
-        "facts",
+        "model",
         "refusals",
-        "rope",
         "planning",
         "calibration_file",
         "kernels",
@@ -81,10 +59,8 @@ KNOWS_VLLM = {"vllm_compat", "settings", "window", "attention", "sharing", "engi
 PROBE = "commands.probe"
 """Imports vLLM, in a process of its own."""
 NO_TORCH = {
-    "formats", "layout", "json_file", "child_process", "config_defaults", "config_fields", "state_layers",
-    "layer_kinds", "model_shape", "cache_scheme", "rope", "architectures",
-    "facts", "config_facts", "refusals", "channel_calibration", "calibration_content",
-    "calibration_file", "planning", "commands",
+    "formats", "layout", "json_file", "child_process", "model", "refusals",
+    "channel_calibration", "calibration_content", "calibration_file", "planning", "commands",
 }  # fmt: skip
 THIRD_PARTY = {"torch", "triton", "vllm", "transformers"}
 

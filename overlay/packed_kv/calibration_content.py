@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from .channel_calibration import SCALE_BOUNDS, ChannelCalibration, LayerCalibration
 from .formats import FORMATS, HEAD_DIM_MULTIPLE, INPUT_LIMIT, fits_value_dim
 from .json_file import shown
-from .rope import Parameters, Rope, normalised
+from .model.rope import Parameters, Rope, normalised
 
 VERSION = 3
 """Version of the files that are written; 1 and 2 are read too: 1 has no means and scales of channels, 2 none before

@@ -15,11 +15,11 @@ from typing import NoReturn, TypeVar
 
 from .calibration_content import RECIPES, VERSION, FaultError, parse
 from .channel_calibration import LayerCalibration
-from .config_fields import EXPANDED_LATENTS, word
 from .formats import FORMATS, GROUP_SIZE
 from .json_file import printable, read_json
-from .model_shape import Model
-from .rope import Parameters, rope_in_words
+from .model.config_fields import EXPANDED_LATENTS, word
+from .model.rope import Parameters, rope_in_words
+from .model.shape import Model
 
 FILE_NAME = "turboquant_kv.json"
 """Name of the file in a model's folder."""

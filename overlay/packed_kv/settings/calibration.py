@@ -13,10 +13,10 @@ from vllm.logger import init_logger
 from ..calibration_content import FIRST_WITH_ROPES
 from ..calibration_file import FILE_NAME, Calibration, heads_of_rank, layer_number, load, why_no_file
 from ..channel_calibration import MIXES_NEIGHBOURS, LayerCalibration
-from ..config_fields import BadInput
 from ..formats import Format
-from ..model_shape import parse
-from ..rope import VARYING, rope_parameters
+from ..model.config_fields import BadInput
+from ..model.rope import VARYING, rope_parameters
+from ..model.shape import parse
 from .options import read_options
 
 if TYPE_CHECKING:
