@@ -15,8 +15,8 @@ from vllm.v1.worker.workspace import current_workspace_manager
 
 from ..codecs.pages import PagedCodec
 from ..codecs.ring import Ring
+from ..kernels.cuda import grids, longest_query, refusal
 from ..kernels.cuda import launch as cuda
-from ..kernels.cuda import longest_query, refusal
 from ..kernels.triton.decode import MAX_REGISTERS, TILE_TOKENS, DecodeLaunch, DecodeShape
 from ..kernels.triton.launch import Launches, StepLaunch
 from ..kernels.triton.means import Means
@@ -93,7 +93,7 @@ class TritonPairStep(PairStep):
 class HopperPairStep(PairStep):
     """Grid and arguments of the CUDA kernel's launch; `tensors` keeps alive those whose addresses are arguments."""
 
-    grid: cuda.Grid
+    grid: grids.Grid
     max_query_len: int
     requests: int
     arguments: bytes
@@ -252,11 +252,11 @@ class HopperPairs(DecodeKernel[HopperPairStep, None]):
         self.splits = Splits(layer, rotation, self.longest)
         self.shape, self.kind = self.splits.shape, self.splits.kind(by_cuda=True)
         self.bound: Launches = Launches()
-        self.card = cuda.card_of(layer.codec.layout, layer.kv_heads, self.splits.sm_count)
-        columns, device = cuda.columns_of_steps(group, limits.longest_decode), self.splits.from_rotated.device
+        self.card = grids.card_of(layer.codec.layout, layer.kv_heads, self.splits.sm_count)
+        columns, device = grids.columns_of_steps(group, limits.longest_decode), self.splits.from_rotated.device
         self.matrix = cuda.pack_matrix(self.splits.from_rotated)
-        self.counters = cuda.make_counters(limits.max_requests, self.card, columns, device)
-        self.schedulers = cuda.make_schedulers(limits.max_requests, self.card, columns, device)
+        self.counters = grids.make_counters(limits.max_requests, self.card, columns, device)
+        self.schedulers = grids.make_schedulers(limits.max_requests, self.card, columns, device)
 
     def reserve(self) -> None:
         """Size the workspace, and compile the schedulers."""
@@ -270,8 +270,8 @@ class HopperPairs(DecodeKernel[HopperPairStep, None]):
         requests, query_len, schedule = len(batch.seq_lens), batch.max_query_len, None
         grid = self.grid(requests, query_len)
         if grid.is_final:
-            columns, passes = self._columns(query_len), cuda.pass_count(self.shape.group, query_len)
-            kind = cuda.kind_of(requests * passes, self.card, columns)
+            columns, passes = self._columns(query_len), grids.pass_count(self.shape.group, query_len)
+            kind = grids.kind_of(requests * passes, self.card, columns)
             schedule = self.schedulers[kind](batch.seq_lens, passes)
             partial_shape = grid.blocks, self.layer.kv_heads, columns
         else:
@@ -327,13 +327,13 @@ class HopperPairs(DecodeKernel[HopperPairStep, None]):
 
         return self.splits.batches_to_compile(variant)
 
-    def grid(self, requests: int, query_len: int) -> cuda.Grid:
+    def grid(self, requests: int, query_len: int) -> grids.Grid:
         """Return the kernel's grid."""
-        passes = cuda.pass_count(self.shape.group, query_len)
-        return cuda.grid(requests * passes, self.card, self._columns(query_len))
+        passes = grids.pass_count(self.shape.group, query_len)
+        return grids.grid(requests * passes, self.card, self._columns(query_len))
 
     def _columns(self, query_len: int) -> int:
-        return cuda.column_count(self.shape.group, query_len)
+        return grids.column_count(self.shape.group, query_len)
 
 
 def pair_kernel(layer: PairLayout, rotation: QueryRotation, option: str) -> TritonPairs | HopperPairs:
