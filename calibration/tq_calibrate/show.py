@@ -6,7 +6,8 @@ import math
 import statistics
 from typing import Any
 
-from packed_kv.calibration_file import Calibration, LayerCalibration, load
+from packed_kv.calibration_file import Calibration, load
+from packed_kv.channel_calibration import LayerCalibration
 from packed_kv.json_file import read_json
 from packed_kv.layout import MEAN_BLOCK
 from packed_kv.model.rope import Rope, average_length

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from packed_kv.calibration_file import CODEBOOK_VERSION, TRANSFORM_VERSION, VERSION, load
+from packed_kv.calibration_content import CODEBOOK_VERSION, TRANSFORM_VERSION, VERSION
+from packed_kv.calibration_file import load
 from packed_kv.private_file import replacing, why_not_replaced
 
 from .choose import LayerChoice

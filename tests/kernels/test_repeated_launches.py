@@ -14,7 +14,7 @@ import pytest
 import torch
 from checkout import REPO
 from packed_kv.formats import FORMATS
-from packed_kv.kernels.cuda import HEAD_DIMS, latent_launch, launch, runs_on
+from packed_kv.kernels.cuda import HEAD_DIMS, grids, latent_launch, runs_on
 from repeated import rounds_that_differ
 from test_copies import LAYOUTS
 
@@ -66,7 +66,7 @@ def test_picked_latents(name: str, rows: int, rope_bits: int) -> None:
 def batches() -> Iterator[Any]:
     """Every layout, head size and number of columns, with the ring and without; kinds of means in turn."""
     groups = {4: (4, 1), 8: (4, 2), 16: (16, 1), 32: (8, 4), 64: (16, 4)}
-    assert set(groups) == set(launch.COLUMN_COUNTS)
+    assert set(groups) == set(grids.COLUMN_COUNTS)
     number = 0
     for name in LAYOUTS:
         for head_dim in HEAD_DIMS:

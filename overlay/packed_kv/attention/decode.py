@@ -15,13 +15,14 @@ from vllm.v1.worker.workspace import current_workspace_manager
 
 from ..codecs.ring import Ring
 from ..gpu_generations import generation_of
+from ..kernels.cuda import grids
 from ..kernels.cuda import launch as cuda
 from ..kernels.served import CUDA, TRITON, longest_of
 from ..kernels.triton.decode import TILE_TOKENS, DecodeLaunch, DecodeShape, most_registers
 from ..kernels.triton.launch import Launches, StepLaunch
 from ..kernels.triton.means import Means
 from ..kernels.triton.merge import MergeLaunch, merge_tile
-from ..kernels.triton.rotate import QueryRotation, RotateQueryLaunch, rotation_matrix
+from ..kernels.triton.rotate import QueryRotation, RotateQueryLaunch, RotateStep, rotation_matrix
 from .choice import find_kernel
 from .layouts import PairLayout
 from .protocols import DecodeBatch, DecodeKernel
@@ -60,7 +61,7 @@ class Merge(NamedTuple):
 class PairStep:
     """Launches that both kernels have of a step: the rotation, and the merge, if one follows."""
 
-    rotate: StepLaunch
+    rotate: RotateStep
     merge: Merge | None
 
 
@@ -76,7 +77,7 @@ class TritonPairStep(PairStep):
 class HopperPairStep(PairStep):
     """Grid and arguments of the CUDA kernel's launch; `tensors` keeps alive those whose addresses are arguments."""
 
-    grid: cuda.Grid
+    grid: grids.Grid
     max_query_len: int
     requests: int
     arguments: bytes
@@ -134,7 +135,7 @@ class Splits:
         rows = max(n * length * self.count(n, length) for n in range(1, most + 1) for length in lengths)
         self.take(most * self.longest, (rows, self.layer.query_heads, 1))
 
-    def prepare_rotation(self, rotated: torch.Tensor, batch: DecodeBatch, bias: torch.Tensor | None) -> StepLaunch:
+    def prepare_rotation(self, rotated: torch.Tensor, batch: DecodeBatch, bias: torch.Tensor | None) -> RotateStep:
         """Return the launch that only rotates; the store's are made from it.
 
         rotated: fp16 [tokens, KV heads, group, stored_dim]. bias: see `RotateQueryLaunch`.
@@ -241,11 +242,11 @@ class HopperPairs(DecodeKernel[HopperPairStep, None]):
         self.splits = Splits(layer, rotation, self.longest)
         self.shape, self.kind = self.splits.shape, self.splits.kind(by_cuda=True)
         self.bound: Launches = Launches()
-        self.card = cuda.card_of(layer.codec.layout, layer.kv_heads, self.splits.sm_count)
-        columns, device = cuda.columns_of_steps(group, limits.longest_decode), self.splits.from_rotated.device
+        self.card = grids.card_of(layer.codec.layout, layer.kv_heads, self.splits.sm_count)
+        columns, device = grids.columns_of_steps(group, limits.longest_decode), self.splits.from_rotated.device
         self.matrix = cuda.pack_matrix(self.splits.from_rotated)
-        self.counters = cuda.make_counters(limits.max_requests, self.card, columns, device)
-        self.schedulers = cuda.make_schedulers(limits.max_requests, self.card, columns, device)
+        self.counters = grids.make_counters(limits.max_requests, self.card, columns, device)
+        self.schedulers = grids.make_schedulers(limits.max_requests, self.card, columns, device)
 
     def reserve(self) -> None:
         """Size the workspace, and compile the schedulers."""
@@ -259,8 +260,8 @@ class HopperPairs(DecodeKernel[HopperPairStep, None]):
         requests, query_len, schedule = len(batch.seq_lens), batch.max_query_len, None
         grid = self.grid(requests, query_len)
         if grid.is_final:
-            columns, passes = self._columns(query_len), cuda.pass_count(self.shape.group, query_len)
-            kind = cuda.kind_of(requests * passes, self.card, columns)
+            columns, passes = self._columns(query_len), grids.pass_count(self.shape.group, query_len)
+            kind = grids.kind_of(requests * passes, self.card, columns)
             schedule = self.schedulers[kind](batch.seq_lens, passes)
             partial_shape = grid.blocks, self.layer.kv_heads, columns
         else:
@@ -316,13 +317,13 @@ class HopperPairs(DecodeKernel[HopperPairStep, None]):
 
         return self.splits.batches_to_compile(variant)
 
-    def grid(self, requests: int, query_len: int) -> cuda.Grid:
+    def grid(self, requests: int, query_len: int) -> grids.Grid:
         """Return the kernel's grid."""
-        passes = cuda.pass_count(self.shape.group, query_len)
-        return cuda.grid(requests * passes, self.card, self._columns(query_len))
+        passes = grids.pass_count(self.shape.group, query_len)
+        return grids.grid(requests * passes, self.card, self._columns(query_len))
 
     def _columns(self, query_len: int) -> int:
-        return cuda.column_count(self.shape.group, query_len)
+        return grids.column_count(self.shape.group, query_len)
 
 
 def pair_kernel(layer: PairLayout, rotation: QueryRotation, option: str) -> TritonPairs | HopperPairs:

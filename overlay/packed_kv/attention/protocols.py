@@ -14,7 +14,8 @@ if TYPE_CHECKING:
     import torch
 
     from ..codecs.ring import Ring
-    from ..kernels.triton.launch import Launches, StepLaunch
+    from ..kernels.triton.launch import Launches
+    from ..kernels.triton.rotate import RotateStep
 
 Step = TypeVar("Step")
 Result = TypeVar("Result", covariant=True)
@@ -46,7 +47,7 @@ class RotatingStep(Protocol):
     """Step of decodes of pairs on CUDA, whose queries the store rotates."""
 
     @property
-    def rotate(self) -> StepLaunch | None:
+    def rotate(self) -> RotateStep | None:
         """The launch that rotates them (`Splits.prepare_rotation`); None: the kernel wants them as they are."""
 
 

@@ -23,7 +23,8 @@ import vllm.envs
 from vllm.config.quantization import resolve_quantization_config
 from vllm.logger import init_logger
 
-from ..calibration_file import FILE_NAME, VERSION, CalibrationError, load
+from ..calibration_content import VERSION
+from ..calibration_file import FILE_NAME, CalibrationError, load
 from ..model.rope import longest_with_short_factors, rope_parameters
 from ..private_file import Untrusted, locked, open_own, own_folder, sweep, temporary_folder, why_not_replaced
 from .calibration import model_folder

@@ -14,26 +14,23 @@ import torch
 from machine_code import resources
 from packed_kv.formats import FORMATS
 from packed_kv.gpu_generations import generation_of
-from packed_kv.kernels.cuda import COLUMNS, runs_on
-from packed_kv.kernels.cuda.kernel import Compilation, block_of, machine_code
-from packed_kv.kernels.cuda.launch import (
+from packed_kv.kernels.cuda import COLUMNS, pass_tokens, runs_on
+from packed_kv.kernels.cuda.grids import (
     COLUMN_COUNTS,
     WARPS_PER_SM,
     Card,
     Grid,
-    Variant,
     column_count,
     columns_of_steps,
-    constants,
     grid,
     has_unpackers,
     kind_of,
     kinds,
     make_schedulers,
     pass_count,
-    pass_tokens,
-    program,
 )
+from packed_kv.kernels.cuda.kernel import Compilation, block_of, machine_code
+from packed_kv.kernels.cuda.launch import Variant, constants, program
 from packed_kv.layout import page_layout
 from test_decode import BOUND, DEVICE, relative_rms, transforms
 
