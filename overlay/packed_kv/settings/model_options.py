@@ -76,7 +76,8 @@ def _numbers(config: VllmConfig) -> dict[str, Any]:
 
 def _by_length(model: ModelConfig) -> dict[str, Any]:
     """Return the numbers that `max_model_len` decides: longrope's factors
-    (`Phi3LongRoPEScaledRotaryEmbedding`), the base of dynamic RoPE, and whether Llama 4 tunes its queries (`Llama4ForCausalLM`)."""
+    (`Phi3LongRoPEScaledRotaryEmbedding`), the base of dynamic RoPE, and whether Llama 4 tunes its queries
+    (`Llama4ForCausalLM`)."""
     found: dict[str, Any] = {}
     for kind, rope in rope_parameters(model.hf_text_config).items():
         original = rope.get("original_max_position_embeddings")
