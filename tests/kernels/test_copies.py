@@ -112,7 +112,7 @@ def pairs() -> Iterator[Variant]:
                 warps = 1
             variant = launch.Variant(
                 warps, is_final, columns, 16, ring, 64, has_bias, dtype, has_lse and is_final, tiles,
-                passes if columns == launch.COLUMNS else 1,
+                passes if columns == grids.COLUMNS else 1,
             )  # fmt: skip
             if variant in seen:
                 continue

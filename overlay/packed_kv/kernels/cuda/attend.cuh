@@ -63,7 +63,7 @@ struct Queries {
     INLINE void to_page_unit() {
         for_each<OCTETS * GROUPS>([&](auto i) {
             constexpr int octet = i.value / GROUPS, group = i.value % GROUPS;
-            constexpr float factor = SCORE_UNIT * group_layout(group).key_factor;
+            constexpr float factor = SCORE_UNIT * Key::group(group).factor;
             if constexpr (factor != 1) {
                 u32 q[4];
                 load_pairs(octet, group, q);

@@ -105,7 +105,8 @@ def grid(requests: int, card: Card, columns: int) -> Grid:
 def has_unpackers(page: PageLayout) -> bool:
     """Return whether blocks of more than `NARROW` columns have warps that only unpack (`roles.cuh`)."""
     layout = kernel_layout(page)
-    return layout.head_dim == 128 and all(group.code.bits == 4 for group in layout.groups)
+    groups = layout.key.groups + layout.value.groups
+    return layout.head_dim == 128 and all(group.code.bits == 4 for group in groups)
 
 
 def make_counters(requests: int, card: Card, columns: Mapping[int, int], device: torch.device) -> torch.Tensor:

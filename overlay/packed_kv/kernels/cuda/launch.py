@@ -110,19 +110,17 @@ def program(constants: Mapping[str, str]) -> Program:
 def _layout_constants(layout: KernelLayout) -> dict[str, object]:
     """Return where `layout` has the planes of K and V, as C++ constants."""
     ring = layout.ring
-    offsets = {
-        "{}_WORDS_AT": layout.words_at, "{}_HALF_WORDS_AT": layout.half_words_at, "{}_SCALES_AT": layout.scales_at,
-        "RING_{}S_AT": ring.codes, "RING_{}_SCALES_AT": ring.scales,
-    }  # fmt: skip
-    return {
-        "RING_SLOT_BYTES": ring.slot_bytes,
-        "SCORE_UNIT": f"{layout.score_unit}f",
-        **{
-            name.format(vector): offset
-            for name, of_vectors in offsets.items()
-            for vector, offset in zip(("KEY", "VALUE"), of_vectors, strict=True)
-        },
-    }
+    constants: dict[str, object] = {"RING_SLOT_BYTES": ring.slot_bytes, "SCORE_UNIT": f"{layout.score_unit}f"}
+    vectors = (layout.key, layout.value)
+    for name, vector, codes, scales in zip(("KEY", "VALUE"), vectors, ring.codes, ring.scales, strict=True):
+        constants |= {
+            f"{name}_WORDS_AT": vector.words_at,
+            f"{name}_HALF_WORDS_AT": vector.half_words_at,
+            f"{name}_SCALES_AT": vector.scales_at,
+            f"RING_{name}S_AT": codes,
+            f"RING_{name}_SCALES_AT": scales,
+        }
+    return constants
 
 
 def pack_matrix(matrix: torch.Tensor) -> torch.Tensor:

@@ -39,7 +39,7 @@ INLINE void attend_ring_tile(const Arguments& a, const Request& request, int hea
 INLINE void to_page_unit(State& state) {
     for_each<OCTETS * GROUPS * 8>([&](auto i) {
         constexpr int group = i.value / 8 % GROUPS;
-        constexpr float factor = RING_UNIT / group_layout(group).value_factor;
+        constexpr float factor = RING_UNIT / Value::group(group).factor;
         state.output[i.value / 8 / GROUPS][group][i.value / 4 % 2][i.value % 4] *= factor;
     });
 }
@@ -50,7 +50,7 @@ INLINE void score_tile(const Queries& queries, const Tables& tables, const Lane&
     const u32 key_selector = lane.column / 2 ? 0x4342 : 0x4140;
     for_each<TILE_BLOCKS>([&](auto b) {
         const u32 micro_block = tile + b.value * MICRO_BLOCK_BYTES;
-        Words words;
+        Words<Key> words;
         load_words(words, micro_block + KEY_WORDS_AT, micro_block + KEY_HALF_WORDS_AT, lane.index);
         u32 key_scales[GROUPS / 2];
         load_scales(micro_block, lane, key_scales, scales[b.value]);
@@ -77,7 +77,7 @@ INLINE void update_softmax(const Arguments& a, State& state, const Lane& lane, i
 // Adds a tile's V, multiplied by its weights, to the output.
 INLINE LastLoad add_tile(State& state, const Tables& tables, const Lane& lane, u32 tile,
                          const u32 (&scales)[TILE_BLOCKS][SETS], const u32 (&operands)[TILE_BLOCKS][OWN]) {
-    Words words;
+    Words<Value> words;
     auto load = [&](int block) {
         const u32 micro_block = tile + block * MICRO_BLOCK_BYTES;
         load_words(words, micro_block + VALUE_WORDS_AT, micro_block + VALUE_HALF_WORDS_AT, lane.index);
