@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 
 from ...codecs.ring import Ring
-from ...layout import ring_slot_bytes
+from ...layout import ring_layout, ring_slot_bytes
 from ..checks import check_int32, check_ring
 from ..units import LOG2_E
 from . import LATENT
@@ -36,7 +36,12 @@ class Variant(NamedTuple):
 
 def constants(variant: Variant) -> dict[str, str]:
     """Return the definitions that `latent_ring.cu` is compiled with."""
+    ring = ring_layout(RANK + ROPE_DIM, 1)
     values: dict[str, object] = {
+        "RANK": RANK,
+        "ROPE_DIM": ROPE_DIM,
+        "SLOT_BYTES": ring.slot_bytes,
+        "SCALES_AT": ring.scales[0],
         "HEADS": variant.heads,
         "SHARES": variant.shares,
         "RING_BLOCK": variant.block_size,
