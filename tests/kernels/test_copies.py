@@ -66,7 +66,7 @@ BESIDE_COPIES = {
         "ring_value_scales",
         "LastLoad",
     },
-    "roles.cuh": {"LastLoad"},
+    "roles_unpack.cuh": {"LastLoad"},
 }
 """Raw loads that may follow a copy: those of wide.cuh read the stage that is attended to, while the one before is
 filled. A `LastLoad`, of a word that nobody uses, may read whatever is there."""
@@ -119,7 +119,7 @@ def pairs() -> Iterator[Variant]:
             seen.add(variant)
             constants = launch.constants(page, 8, 4, variant)
             program = launch.program(constants)
-            wide = "roles.cuh" if int(constants["UNPACKERS"]) else "wide.cuh"
+            wide = "roles_unpack.cuh" if int(constants["UNPACKERS"]) else "wide.cuh"
             file = wide if columns > launch.NARROW else "narrow.cuh"
             label = f"{name}-{head_dim}-{columns}-{ring}" + (f"-{len(seen)}" if every else "")
             yield Variant(label, program, constants, "decode", file)

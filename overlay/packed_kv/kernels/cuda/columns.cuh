@@ -16,7 +16,7 @@ constexpr int OWN = 2 * OCTETS;  // columns of a lane's accumulators, two of eac
 constexpr int SCORES = 4 * OCTETS;
 constexpr int own_of_score(int r) { return r / 4 * 2 + r % 2; }
 
-constexpr float TEAM_UNIT = 0.25f;  // of K and V as `roles.cuh` unpacks them
+constexpr float TEAM_UNIT = 0.25f;  // of K and V as `roles_unpack.cuh` unpacks them
 
 // This lane's row and column in the operands of `mma`.
 struct Lane {

@@ -5,6 +5,8 @@
 
 namespace narrow {
 
+static_assert(PASSES == 1, "a work item's request is the batch's: `Request` divides by PASSES, `attend` does not");
+
 INLINE void ring_scores(u32 tile, const Queries& queries, const Lane& lane, float (&scores)[SCORES]) {
     score(
         queries, [&](auto group, u32* pairs) { ring_key_pairs(tile, lane, group.value, pairs); },

@@ -22,7 +22,12 @@ DECODE = Program(
     "sm_90",
     ("decode",),
 )  # fmt: skip
-UNPACKED = Program(DECODE.main, (*DECODE.headers, "wgmma.cuh", "roles.cuh"), "sm_90a", DECODE.entries)
+UNPACKED = Program(
+    DECODE.main,
+    (*DECODE.headers, "wgmma.cuh", "roles_tiles.cuh", "roles_unpack.cuh", "roles_attend.cuh", "roles.cuh"),
+    "sm_90a",
+    DECODE.entries,
+)
 """`DECODE` for variants that have warps that only unpack."""
 LATENT = Program(
     "latent.cu",
