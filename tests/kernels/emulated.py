@@ -11,7 +11,7 @@ from functools import cache
 from pathlib import Path
 
 import torch
-from packed_kv.kernels.cuda import latent_launch, latent_ring_launch, launch
+from packed_kv.kernels.cuda import latent_launch, latent_ring_launch, launch, prefix_launch
 from packed_kv.kernels.cuda.source import LATENT, LATENT_RING, Program, read_sources
 
 FOLDER = Path(__file__).parent / "emulator"
@@ -53,6 +53,17 @@ def run(
     """
     arguments = launch.CALL_ARGUMENTS.pack(output.data_ptr()) + step + layer
     build(launch.program(constants), "launch.cpp", tuple(constants.items())).launch(arguments, *blocks)
+
+
+class CudaPrefix(prefix_launch.CudaPrefix):
+    """Runs `decode.cu` over prefixes on tensors on the CPU."""
+
+    def __call__(self, items: int, step: bytes, output: torch.Tensor) -> None:
+        values = launch.constants(self.page, self.kv_heads, self.group, self.variant)
+        run(values, (1, self.kv_heads, items), output, step, bytes(self.arguments[self.layer_at :]))
+
+    def compile_variants(self) -> None:
+        pass
 
 
 def run_latent(constants: dict[str, str], call: bytes, step: latent_launch.Step, layer: bytes, heads: int) -> None:

@@ -171,7 +171,10 @@ class PackedAttentionImpl(AttentionImpl[PackedMetadata]):
         from .prefill import FlashPrefill
         from .triton_store import TritonPairStore
 
-        heads, limits = self.num_heads * self.shard.ranks, Limits(self.longest_decode, self.max_requests)
+        heads, limits = (
+            self.num_heads * self.shard.ranks,
+            Limits(self.longest_decode, self.max_requests, self.max_tokens),
+        )
         layer = codec, heads, self.num_kv_heads, self.options
         layout = PairLayout(*layer, limits, self.shard)
         rotation = layout.rotation()

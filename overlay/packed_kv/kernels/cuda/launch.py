@@ -27,6 +27,8 @@ NARROW = 32
 """The most columns that warps serve alone. Beyond, a block's warps share one unpacking (`wide.cuh`, `roles.cuh`)."""
 WARPS_PER_SM = {4: 16, 8: 16, 16: 8, 32: 8, 64: 8}
 """Warps that an SM holds, by columns: their registers decide."""
+MOST_PASSES = {True: 30, False: 10}
+"""Passes of a chunk over its prefix up to which the kernel reads it, with warps that only unpack and without."""
 UNPACKERS, ATTENDERS_PER_SM = 4, 8
 """Warps of a block that only unpack, where it has any (`roles.cuh`), and the others that an SM holds then."""
 MAX_FINAL_BLOCKS = 8
@@ -35,8 +37,8 @@ combining several warps costs more than a second launch: blocks of one warp writ
 MAX_SPLITS = 128
 """The most partial results that `merge` combines."""
 STAGES, UNPACKER_STAGES = 2, 3
-"""Tiles that a warp has in flight; of a warp that only unpacks, `roles_unpack.cuh` wants three: a tile of the ring takes
-the room of two."""
+"""Tiles that a warp has in flight; of a warp that only unpacks, `roles_unpack.cuh` wants three: a tile of the ring
+takes the room of two."""
 TILE_BLOCKS = 2
 """Micro-blocks of a warp's tile, but of one that only unpacks, and of 32 columns: one."""
 
@@ -121,7 +123,8 @@ class Variant(NamedTuple):
     columns is one of `COLUMN_COUNTS`; ring_block is the tokens of a ring's block, or 0 without a ring; recent is the
     tokens of the recent window; output is the output's dtype; has_lse says whether blocks that write the output write
     log-sum-exps too; tiles_a_block is how many tiles of pages one block of means serves, or 0 if there is one block;
-    passes is how many passes over the keys of a request its query tokens take.
+    passes is how many passes over the keys of a request its query tokens take; has_pass_table says whether requests are
+    passes over prefixes that a table lists (`prefix_launch.py`).
     """
 
     warps: int
@@ -135,6 +138,7 @@ class Variant(NamedTuple):
     has_lse: bool = False
     tiles_a_block: int = 0
     passes: int = 1
+    has_pass_table: bool = False
 
 
 def constants(page: PageLayout, kv_heads: int, group: int, variant: Variant) -> dict[str, str]:
@@ -160,6 +164,7 @@ def constants(page: PageLayout, kv_heads: int, group: int, variant: Variant) -> 
         "COLUMNS": columns,
         "PASSES": variant.passes,
         "PASS_TOKENS": pass_tokens(group),
+        "HAS_PASS_TABLE": int(variant.has_pass_table),
         "MICRO_BLOCKS": variant.block_size // MICRO_BLOCK,
         "TILE_BLOCKS": tile_blocks,
         "CUT_TILES": CUT_TILES * smaller,
@@ -184,6 +189,12 @@ def has_unpackers(page: PageLayout) -> bool:
     """Return whether blocks of more than `NARROW` columns have warps that only unpack (`roles.cuh`)."""
     layout = kernel_layout(page)
     return layout.head_dim == 128 and all(group.code.bits == 4 for group in layout.groups)
+
+
+def most_passes(page: PageLayout) -> int:
+    """Return the most passes over its prefix that a chunk takes. With more, to gather the prefix is faster, which
+    unpacks it once; measured by `benchmarks/prefixes.py`."""
+    return MOST_PASSES[has_unpackers(page)]
 
 
 def program(constants: Mapping[str, str]) -> Program:

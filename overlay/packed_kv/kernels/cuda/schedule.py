@@ -20,7 +20,6 @@ import triton
 import triton.language as tl
 
 from .. import power_of_2
-from ..checks import check_int32
 from ..triton.launch import Arguments, Launch
 
 MAX_PARTS = 32
@@ -44,11 +43,11 @@ def item_count(requests: int, resident_blocks: int) -> int:
 
 
 @triton.jit(
-    do_not_specialize=["requests", "item_count", "resident_blocks", "passes"],
+    do_not_specialize=["requests", "item_count", "resident_blocks", "passes", "stride"],
     do_not_specialize_on_alignment=["items", "seq_lens"],
 )
 def _schedule_kernel(
-    items, seq_lens, requests, item_count, resident_blocks, passes,
+    items, seq_lens, requests, item_count, resident_blocks, passes, stride,
     REQUESTS: tl.constexpr, STREAM_K: tl.constexpr, MIN_TILES: tl.constexpr, TILE_TOKENS: tl.constexpr,
     CUT_TILES: tl.constexpr, MIN_PART: tl.constexpr, MAX_PARTS: tl.constexpr, BUCKETS: tl.constexpr,
     SLOT_SHIFT: tl.constexpr, PART_SHIFT: tl.constexpr,
@@ -56,7 +55,7 @@ def _schedule_kernel(
     """One program. The parts of a request are a head, middles of equal size, and a tail."""
     request, bucket = tl.arange(0, REQUESTS), tl.arange(0, BUCKETS)[None, :]
     exists = request < requests
-    tokens = tl.load(seq_lens + request // passes, mask=exists, other=0)
+    tokens = tl.load(seq_lens + request // passes * stride, mask=exists, other=0)
     tiles = (tokens + TILE_TOKENS - 1) // TILE_TOKENS
     total = tl.maximum(tl.sum(tiles), 1)
     # A request from `start` to `end` is cut at `low` to `high` times `step`.
@@ -150,12 +149,16 @@ class Scheduler:
         The next call overwrites it.
 
         Args:
-            seq_lens: int32 [requests], tokens of each request.
+            seq_lens: int32 [requests], tokens of each request, of any stride.
             passes: over the keys of each request; each pass is a request in the schedule.
         """
         requests = len(seq_lens) * passes
-        check_int32(seq_lens)
+        assert seq_lens.dtype == torch.int32, seq_lens.dtype
         assert requests <= self.requests, (requests, self.requests)
         items = self.items[: item_count(requests, self.resident_blocks)]
-        self.launch((1, 1, 1), (items, seq_lens), Arguments(requests, len(items), self.resident_blocks, passes))
+        self.launch(
+            (1, 1, 1),
+            (items, seq_lens),
+            Arguments(requests, len(items), self.resident_blocks, passes, seq_lens.stride(0)),
+        )
         return items
