@@ -26,12 +26,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from packed_kv.attention.passes import PassLimits, plan_passes
 from packed_kv.attention.prefix import Span, key_part
 from packed_kv.codecs.pages import PagedCodec
 from packed_kv.formats import FORMATS
 from packed_kv.kernels.cuda import COLUMNS
 from packed_kv.kernels.cuda import launch as cuda
 from packed_kv.kernels.cuda.kernel import machine_code
+from packed_kv.kernels.cuda.prefix_launch import THIRDS, CudaPrefix, PrefixSchedules, prefix_arguments
 from packed_kv.kernels.triton.gather import GatherLaunch, UnrotateLaunch
 from packed_kv.kernels.triton.rotate import QueryRotation, RotateQueryLaunch, rotation_matrix
 from packed_kv.layout import page_layout
@@ -62,9 +64,7 @@ class Case:
         self.page = page_layout(FORMATS[name], head_dim)
         self.requests, self.prefix, self.passes, self.group = requests, prefix, passes, group
         self.tokens = passes * cuda.pass_tokens(group)
-        # The kernel's rows are causal: as many keys in all as if each read the prefix alone.
-        self.keys = prefix + self.tokens // 2
-        blocks = requests * -(-self.keys // BLOCK_SIZE)
+        blocks = requests * -(-prefix // BLOCK_SIZE)
         shape = (blocks, KV_HEADS, BLOCK_SIZE, self.codec.slot_bytes)
         self.caches = [torch.randint(0, 256, shape, dtype=torch.uint8, device="cuda") for _ in range(LAYERS)]
         for cache in self.caches:
@@ -76,44 +76,38 @@ class Case:
         self.output = torch.empty_like(self.query)
         self.starts = self.tokens * torch.arange(requests + 1, dtype=torch.int32, device="cuda")
 
-    @property
-    def variant(self) -> tuple[int, bool, int]:
-        """The kernel's key."""
-        card = cuda.card_of(self.page, KV_HEADS, torch.cuda.get_device_properties(0).multi_processor_count)
-        kind = cuda.kind_of(self.requests * self.passes, card, COLUMNS)
-        return kind.warps, True, self.tokens
-
-    def kernel(self, cache: torch.Tensor) -> cuda.CudaDecode:
+    def kernel(self, cache: torch.Tensor, counters: torch.Tensor) -> CudaPrefix:
         """Return the CUDA kernel over a layer's pages."""
         matrix = cuda.pack_matrix(rotation_matrix(self.codec.value, KV_HEADS, inverse=True))
-        counters = torch.zeros(4096 * KV_HEADS, dtype=torch.int32, device="cuda")
         output = self.output.view(len(self.output), KV_HEADS, self.group, -1)
-        return cuda.CudaDecode(self.page, matrix, counters, cache, None, output, None, has_lse=True)
+        return CudaPrefix(self.page, matrix, counters, cache, None, output, None)
 
-    def in_passes(self) -> dict[str, Round]:
-        """Return the rounds of `passes`."""
+    def in_passes(self, thirds: int) -> dict[str, Round]:
+        """Return the rounds of `passes`. `thirds`: of a block's load, see `Scheduler`."""
         card = cuda.card_of(self.page, KV_HEADS, torch.cuda.get_device_properties(0).multi_processor_count)
-        count, head_dim = self.requests * self.passes, self.query.shape[2]
-        kind = cuda.kind_of(count, card, COLUMNS)
-        scheduler = cuda.make_schedulers(self.requests, card, {COLUMNS: self.passes}, torch.device("cuda"))[kind]
-        lens = torch.full((self.requests,), self.keys, dtype=torch.int32, device="cuda")
-        schedule = scheduler(lens, self.passes)
+        passes = plan_passes(
+            self.starts.tolist(), [self.prefix + self.tokens] * self.requests, 0,
+            PassLimits(self.passes, self.requests * self.passes, cuda.pass_tokens(self.group), len(self.query)),
+        )  # fmt: skip
+        table, head_dim = torch.tensor(passes, dtype=torch.int32, device="cuda"), self.query.shape[2]
+        schedules = PrefixSchedules(len(passes), card, table.device, thirds)
+        schedule = schedules(table)
         rotated = torch.empty(len(self.query), KV_HEADS, self.group, head_dim, dtype=torch.float16, device="cuda")
         partial, stats = (torch.empty(len(schedule), KV_HEADS, COLUMNS, n, device="cuda") for n in (head_dim, 2))
         lse = torch.empty(*self.query.shape[:2], device="cuda")
-        batch = (rotated, self.table, self.starts, lens, partial, stats, None, None, lse, schedule)
-        step = cuda.step_arguments(*batch), batch  # they are addresses: the tensors have to stay
-        grid = cuda.Grid(kind.warps, len(schedule), is_final=True)
+        batch = (rotated, self.table, table, schedule, partial, stats, None, None, lse)
+        step = prefix_arguments(*batch), batch  # they are addresses: the tensors have to stay
         rotation = QueryRotation(rotation_matrix(self.codec.key, KV_HEADS), head_dim**-0.5)
         rotate = RotateQueryLaunch(self.query, KV_HEADS, rotation)
         of_rotation = RotateQueryLaunch.step(rotated, rotation)
-        kernels, output = [self.kernel(cache) for cache in self.caches], self.output.view(rotated.shape)
+        kernels = [self.kernel(cache, schedules.counters) for cache in self.caches]
+        output = self.output.view(rotated.shape)
 
         def attend(rotates: bool) -> None:
             for kernel in kernels:
                 if rotates:
                     rotate(of_rotation.grid, (self.query,), of_rotation.arguments)
-                kernel(grid, self.tokens, self.requests, step[0], output)
+                kernel(len(schedule), step[0], output)
 
         attend(True)
         return {"passes all": lambda: attend(True), "passes": lambda: attend(False)}
@@ -205,8 +199,11 @@ def main() -> None:
     parser.add_argument("--dtypes", nargs="+", default=["tq4", "tq3", "turboquant25"], choices=FORMATS, metavar="DTYPE")
     parser.add_argument("--head-dims", type=int, nargs="+", default=[128, 64], choices=(64, 128))
     parser.add_argument("--shapes", nargs="+", default=["1x8192", "4x2048"], metavar="NxPREFIX")
-    parser.add_argument("--passes", type=int, nargs="+", default=[8, 16, 32], help="of a request (default: 8 16 32)")
+    parser.add_argument(
+        "--passes", type=int, nargs="+", default=[1, 2, 4, 8, 16], help="of a request (default: 1 2 4 8 16)"
+    )
     parser.add_argument("--group", type=int, default=4, help="query heads of a KV head (default: 4)")
+    parser.add_argument("--thirds", type=int, default=THIRDS, help="of a block's load that a part has (schedule.py)")
     parser.add_argument("--csv", type=Path)
     parser.add_argument("--commit", help="of this code, where there is no git")
     options = parser.parse_args()
@@ -217,15 +214,15 @@ def main() -> None:
     everything = itertools.product(options.head_dims, options.dtypes, shapes, options.passes)
     cases = [(*case, options.group) for case in everything]
     wanted = {}
-    for head_dim, name, (requests, prefix), passes, group in cases:
-        case = Case(name, head_dim, requests, min(prefix, 16), passes, group)
-        wanted[case.kernel(case.caches[0]).compilation(case.variant)] = None
+    for head_dim, name in {(head_dim, name): None for head_dim, name, *_ in cases}:
+        case = Case(name, head_dim, 1, BLOCK_SIZE, 1, options.group)
+        wanted[case.kernel(case.caches[0], case.starts).compilation(None)] = None
     with ThreadPoolExecutor() as threads:
         list(threads.map(machine_code, wanted))
     print(f"{len(wanted)} kernels compiled after {time.monotonic() - began:.0f} s", flush=True)
     for head_dim, name, (requests, prefix), passes, group in cases:
         made = Case(name, head_dim, requests, prefix, passes, group)
-        times = interleaved({**made.in_passes(), **made.gathered()})
+        times = interleaved({**made.in_passes(options.thirds), **made.gathered()})
         found = {name: times[name][1] for name in times}
         share = found["passes all"] / found["gather all"]
         case = f"{name:13} {head_dim:3} channels, {requests} x {prefix:5}, {passes:2} passes"
@@ -233,11 +230,12 @@ def main() -> None:
         parts = f"unpacked {found['gather']:6.1f}, FlashAttention {found['flash']:6.1f}"
         print(f"{case}: {in_passes}, gathered {found['gather all']:7.1f} us ({parts}): {share:.2f}", flush=True)
         if options.csv:
+            columns = {f"{what.replace(' ', '_')}_us": f"{microseconds:.1f}" for what, microseconds in found.items()}
             row: dict[str, object] = {
                 "dtype": name, "head_dim": head_dim, "requests": requests, "prefix": prefix, "passes": passes,
-                "group": group, **{f"{what.replace(' ', '_')}_us": f"{time_us:.1f}" for what, time_us in found.items()},
+                "group": group, "thirds": options.thirds,
             }  # fmt: skip
-            append(options.csv, {**row, **made_with})
+            append(options.csv, {**row, **columns, **made_with})
     print(f"{time.monotonic() - began:.0f} s")
 
 

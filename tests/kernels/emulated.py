@@ -55,6 +55,21 @@ def run(
     build(launch.program(constants), "launch.cpp", tuple(constants.items())).launch(arguments, *blocks)
 
 
+class CudaDecode(launch.CudaDecode):
+    """Runs `decode.cu` on tensors on the CPU."""
+
+    def __call__(
+        self, shape: launch.Grid, max_query_len: int, requests: int, step: bytes, output: torch.Tensor
+    ) -> None:
+        values = dict(self.compilation((shape.warps, shape.is_final, max_query_len)).constants)
+        passes = launch.pass_count(self.group, max_query_len)
+        x, z = (1, shape.blocks) if shape.is_final else (shape.blocks, requests * passes)
+        run(values, (x, self.kv_heads, z), output, step, bytes(self.arguments[self.layer_at :]))
+
+    def compile_variants(self, longest_decode: int) -> None:
+        pass
+
+
 class CudaPrefix(prefix_launch.CudaPrefix):
     """Runs `decode.cu` over prefixes on tensors on the CPU."""
 

@@ -52,8 +52,8 @@ def run(
     name: str, chunks: tuple[int, ...], prefixes: tuple[int, ...], *, head_dim: int = 128, kv_heads: int = 1,
     group: int = 16, block_size: int = 16, resident: int = 6, recent: int = 0, hits: tuple[int, ...] | None = None,
     unused: int = 3, size: Any = 1.0, dtype: torch.dtype = torch.float16, **channels: Any,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Return output and lse of the chunks' rows over their prefixes, and both in float64.
+) -> tuple[torch.Tensor, ...]:  # fmt: skip
+    """Return output and lse of the chunks' rows over their prefixes, both in float64, and the RMS of the scores.
 
     A chunk's own tokens lie behind its prefix, and are large: whoever reads one is noticed. Of a ring of `recent`
     tokens, requests have those from `hits` on. `unused`: passes of the table without rows.
@@ -67,13 +67,14 @@ def run(
     query = torch.randn(sum(chunks), heads, head_dim, generator=generator).to(DEVICE, dtype)
     expected = torch.zeros(query.shape, dtype=torch.float64, device=DEVICE)
     expected_lse = torch.full(query.shape[:2], float("-inf"), dtype=torch.float64, device=DEVICE)
-    ring, scale, row = None, head_dim**-0.5, 0
+    ring, scale, row, squares = None, head_dim**-0.5, 0, []
     if recent:
-        ring_table = torch.arange(1, 1 + len(lens) * 40, dtype=torch.int32).view(len(lens), 40)
+        entries = -(-max(prefixes) // 32) + 1
+        ring_table = torch.arange(1, 1 + len(lens) * entries, dtype=torch.int32).view(len(lens), -1)
         first = [
             max(hit, prefix - recent + 1, 0) for hit, prefix in zip(hits or (0,) * len(lens), prefixes, strict=True)
         ]
-        held = poisoned_ring(1 + len(lens) * 40, kv_heads, 32, head_dim)
+        held = poisoned_ring(1 + len(lens) * entries, kv_heads, 32, head_dim)
         ring = Ring(held, ring_table.to(DEVICE), torch.tensor(first, dtype=torch.int32, device=DEVICE), recent)
     for i, (count, prefix) in enumerate(zip(chunks, prefixes, strict=True)):
         table[i, : each[i]] = order[sum(each[:i]) : sum(each[: i + 1])]
@@ -106,6 +107,7 @@ def run(
             scores = torch.einsum("qhd,khd->qhk", query[row : row + count].double(), k) * scale
             expected[row : row + count] = torch.einsum("qhk,khd->qhd", scores.softmax(-1), v)
             expected_lse[row : row + count] = scores.logsumexp(-1)
+            squares.append(scores.square().mean())
         row += count
     passes = passes_of(list(chunks), list(prefixes), pass_tokens(group)) + [(0, 0, 0, 0)] * unused
     passes = [passes[i] for i in torch.randperm(len(passes), generator=generator).tolist()]
@@ -134,15 +136,17 @@ def run(
     launch = kernel(page, matrix, schedules.counters, cache, ring, apart, tiles)
     launch(items, prefix_arguments(*batch), apart)
     assert not schedules.counters.any(), "not left for the next launch"
-    return output.double(), lse.double(), expected, expected_lse
+    size_of_scores = torch.stack(squares).mean().sqrt()
+    return output.double(), lse.double(), expected, expected_lse, size_of_scores
 
 
 def check(options: dict[str, Any]) -> None:
-    output, lse, expected, expected_lse = run(**options)
+    """A log-sum-exp is no further off than scores are, whose operands are rounded to fp16 as those of outputs."""
+    output, lse, expected, expected_lse, size_of_scores = run(**options)
     assert relative_rms(output, expected) < BOUND
     nothing = expected_lse.isinf()
     assert torch.equal(lse.isinf(), nothing) and not output[nothing].any()
-    torch.testing.assert_close(lse, expected_lse, rtol=0, atol=4e-3)
+    assert (lse - expected_lse)[~nothing].square().mean().sqrt() < BOUND * size_of_scores
 
 
 @runs
@@ -210,24 +214,18 @@ def test_recent_tokens_of_prefixes(options: dict[str, Any]) -> None:
 @pytest.mark.parametrize("name", ["isoquant4", "isoquant3", "turboquant35", "turboquant25"])
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_resources(name: str, head_dim: int, centred: bool, tmp_path: Path) -> None:
-    """An SM holds the warps of the grid; those that only unpack leave nothing to spill, and teams spill no more than
-    without a table."""
+    """An SM holds the warps of the grid; blocks with warps that only unpack spill nothing, and teams little."""
     page = page_layout(FORMATS[name], head_dim)
     few, _ = kinds(Card(8, head_dim, 132, has_unpackers(page)), COLUMNS)
-    found = []
-    for has_table in (False, True):
-        variant = Variant(
-            few.warps, True, COLUMNS, 16, ring_block=8, recent=64, has_bias=centred, output=torch.bfloat16,
-            has_lse=True, tiles_a_block=8 * centred, has_pass_table=has_table,
-        )  # fmt: skip
-        values = constants(page, 8, 4, variant)
-        file = tmp_path / f"{has_table}.cubin"
-        file.write_bytes(machine_code(Compilation.of(program(values), values)))
-        found.append(resources(file)["decode"])
-    (_, stack, _), (registers, stack_with_table, _) = found
+    variant = Variant(
+        few.warps, True, COLUMNS, 16, ring_block=8, recent=64, has_bias=centred, output=torch.bfloat16,
+        has_lse=True, tiles_a_block=8 * centred, has_pass_table=True,
+    )  # fmt: skip
+    values = constants(page, 8, 4, variant)
+    file = tmp_path / "decode.cubin"
+    file.write_bytes(machine_code(Compilation.of(program(values), values)))
+    registers, stack, _ = resources(file)["decode"]
     blocks = few.warps_per_sm // few.warps
     threads, shared_bytes = block_of(file.read_bytes(), "decode")
-    assert registers <= min(255, 65536 // (blocks * threads)) and stack_with_table <= (
-        0 if int(values["UNPACKERS"]) else stack
-    )
+    assert registers <= min(255, 65536 // (blocks * threads)) and stack <= (0 if int(values["UNPACKERS"]) else 192)
     assert blocks * (shared_bytes + 1024) <= 228 * 1024

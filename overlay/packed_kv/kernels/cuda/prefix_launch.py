@@ -36,6 +36,10 @@ PASS_WORDS = 4
 """Of a pass in a table: request, first query token, query tokens and tokens of the prefix."""
 
 
+THIRDS = 3
+"""Blocks of 64 columns are of equal speed, and a part costs more than of few columns: each has a whole load."""
+
+
 class PrefixGrid(NamedTuple):
     """Work items of each KV head, and the kind of the blocks that serve them."""
 
@@ -51,11 +55,12 @@ def prefix_grid(passes: int, card: Card) -> PrefixGrid:
 
 
 class PrefixSchedules:
-    """Schedules of steps of up to `passes` passes, and the counters of their launches, which these leave 0."""
+    """Schedules of steps of up to `passes` passes, and the counters of their launches, which these leave 0. `thirds`:
+    see `Scheduler`."""
 
-    def __init__(self, passes: int, card: Card, device: torch.device) -> None:
+    def __init__(self, passes: int, card: Card, device: torch.device, thirds: int = THIRDS) -> None:
         self.card = card
-        self.schedulers = make_schedulers(passes, card, {COLUMNS: 1}, device)
+        self.schedulers = make_schedulers(passes, card, {COLUMNS: 1}, device, thirds)
         self.items = max(item_count(passes, kind.resident(card)) for kind in kinds(card, COLUMNS))
         """The most work items of a KV head."""
         self.counters = torch.zeros(self.items * card.kv_heads, dtype=torch.int32, device=device)

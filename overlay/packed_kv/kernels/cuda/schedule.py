@@ -50,6 +50,7 @@ def _schedule_kernel(
     items, seq_lens, requests, item_count, resident_blocks, passes, stride,
     REQUESTS: tl.constexpr, STREAM_K: tl.constexpr, MIN_TILES: tl.constexpr, TILE_TOKENS: tl.constexpr,
     CUT_TILES: tl.constexpr, MIN_PART: tl.constexpr, MAX_PARTS: tl.constexpr, BUCKETS: tl.constexpr,
+    THIRDS: tl.constexpr,
     SLOT_SHIFT: tl.constexpr, PART_SHIFT: tl.constexpr,
 ):  # fmt: skip
     """One program. The parts of a request are a head, middles of equal size, and a tail."""
@@ -63,7 +64,7 @@ def _schedule_kernel(
         end = tl.cumsum(tiles, 0)
         start = end - tiles
         filled = tl.sum((tiles > 0).to(tl.int32))
-        thirds, units = tl.where(3 * filled <= resident_blocks, 3, 2), 3 * resident_blocks * CUT_TILES
+        thirds, units = tl.where(3 * filled <= resident_blocks, 3, THIRDS), 3 * resident_blocks * CUT_TILES
         part_size = tl.maximum((thirds * total + units - 1) // units * CUT_TILES, MIN_TILES)
         min_tiles = tl.maximum(part_size // MIN_PART, MIN_TILES)
         most = (MAX_PARTS - 1) * CUT_TILES
@@ -125,10 +126,11 @@ class Scheduler:
         warps: warps of a block.
         device: of the schedules.
         stream_k: whether requests are cut as stream-K does.
+        thirds: of a resident block's load that a part of stream-K has, where there are few blocks a request.
     """
 
     def __init__(
-        self, requests: int, resident_blocks: int, warps: int, device: torch.device, *, stream_k: bool
+        self, requests: int, resident_blocks: int, warps: int, device: torch.device, *, stream_k: bool, thirds: int = 2
     ) -> None:
         self.requests, self.resident_blocks, self.warps = requests, resident_blocks, warps
         count = item_count(requests, resident_blocks)
@@ -139,6 +141,7 @@ class Scheduler:
             REQUESTS=size, STREAM_K=stream_k, MIN_TILES=MIN_WARP_TILES * warps, TILE_TOKENS=TILE_TOKENS,
             CUT_TILES=CUT_TILES, MIN_PART=MIN_PART, MAX_PARTS=MAX_PARTS,
             BUCKETS=max(1, min(BUCKETS, 2048 * BUCKETS // size)), SLOT_SHIFT=SLOT_SHIFT, PART_SHIFT=PART_SHIFT,
+            THIRDS=thirds,
         )  # fmt: skip
         self.num_warps = min(16, max(4, size // 32))
         self.launch = Launch(_schedule_kernel, Arguments(), self.constants, num_warps=self.num_warps)
