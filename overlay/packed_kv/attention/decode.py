@@ -27,7 +27,7 @@ from .choice import Limits, takes_cuda
 from .context_shard import UNSHARDED, ContextShard
 from .fused_prefix import FusedPrefix, PrefixStep
 from .passes import OverPrefixes
-from .protocols import DecodeBatch, DecodeKernel
+from .protocols import DecodeBatch, DecodeKernel, PrefixBatch
 from .routes import longest_fused
 
 
@@ -266,7 +266,7 @@ class HopperPairs(DecodeKernel[HopperPairStep, None]):
         self.schedulers = cuda.make_schedulers(limits.max_requests, self.card, columns, device)
         self.prefix: FusedPrefix | None = None
         if limits.max_tokens and layer.shard == UNSHARDED:
-            self.prefix = FusedPrefix(layer, self.splits, self.card, self.matrix)
+            self.prefix = FusedPrefix(layer.codec.layout, self.shape, self.card, self.matrix, limits)
             self.pass_limits = self.prefix.limits
 
     def reserve(self) -> None:
@@ -282,6 +282,12 @@ class HopperPairs(DecodeKernel[HopperPairStep, None]):
             self.splits.take(tokens, (len(scheduler.items), self.layer.kv_heads, columns), *more)
 
     def prepare(self, batch: DecodeBatch) -> HopperPairStep:
+        return self._prepare(batch, None)
+
+    def prepare_with_prefixes(self, batch: DecodeBatch, prefixes: PrefixBatch) -> HopperPairStep:
+        return self._prepare(batch, prefixes)
+
+    def _prepare(self, batch: DecodeBatch, prefixes: PrefixBatch | None) -> HopperPairStep:
         requests, query_len, schedule = len(batch.seq_lens), batch.max_query_len, None
         grid = self.grid(requests, query_len) if requests else None
         partial_shape = 0, self.layer.kv_heads, 1
@@ -292,7 +298,7 @@ class HopperPairs(DecodeKernel[HopperPairStep, None]):
             partial_shape = grid.blocks, self.layer.kv_heads, columns
         elif grid is not None:
             partial_shape = batch.tokens, self.layer.query_heads, grid.blocks
-        rows, more, prefixes = batch.tokens, [], batch.prefixes
+        rows, more = batch.tokens, []
         if prefixes is not None:
             assert self.prefix is not None
             rows = max(rows, prefixes.passes.rows)

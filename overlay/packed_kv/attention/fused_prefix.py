@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -11,12 +11,12 @@ from ..codecs.ring import Ring
 from ..kernels.cuda import COLUMNS, pass_tokens
 from ..kernels.cuda import launch as cuda
 from ..kernels.cuda import prefix_launch as cuda_prefix
+from ..kernels.triton.decode import DecodeShape
 from ..kernels.triton.launch import Launches
+from ..layout import PageLayout
+from .choice import Limits
 from .passes import OverPrefixes, PassLimits, PrefixPasses
 from .protocols import PrefixBatch
-
-if TYPE_CHECKING:
-    from .decode import PairLayout, Splits
 
 ROW_BYTES = 32 << 20
 """Bytes of rotated queries of a step's passes, and of what comes back, and of their biases: 4,096 rows of 32 heads of
@@ -37,29 +37,32 @@ class PrefixStep:
 
 
 class FusedPrefix:
-    """The kernel over prefixes of one layer of pairs.
+    """The kernel over prefixes of one layer of pairs, whose tokens are all in this rank's pages.
 
     Args:
-        layer: its shape, whose tokens are all in this rank's pages.
-        splits: of the layer's decode kernel.
-        card: of that kernel.
-        matrix: of `pack_matrix`.
+        page: layout of the cache.
+        shape, card, matrix: of the layer's decode kernel.
+        limits: of steps.
     """
 
-    def __init__(self, layer: PairLayout, splits: Splits, card: cuda.Card, matrix: torch.Tensor) -> None:
-        self.layer, self.splits, self.card, self.matrix = layer, splits, card, matrix
-        self.limits = pass_limits(layer, splits.shape.mean_blocks)
+    def __init__(
+        self, page: PageLayout, shape: DecodeShape, card: cuda.Card, matrix: torch.Tensor, limits: Limits
+    ) -> None:
+        self.page, self.shape, self.card, self.matrix = page, shape, card, matrix
+        self.limits = pass_limits(page, shape, limits)
         self.schedules = cuda_prefix.PrefixSchedules(self.limits.total, card, matrix.device)
 
     def memory(self, rows: int, items: int, dtype: torch.dtype) -> list[tuple[tuple[int, ...], torch.dtype]]:
         """Return shapes and dtypes of the workspace for passes of the first `rows` rows of a batch: partial results and
         their softmax state, the output and its log-sum-exps."""
-        head_dim, heads = self.splits.shape.head_dim, self.layer.query_heads
-        partial = items, self.layer.kv_heads, COLUMNS
+        shape, partial = self.shape, (items, self.shape.kv_heads, COLUMNS)
+        heads = shape.kv_heads * shape.group
         return [
-            ((*partial, head_dim), torch.float32), ((*partial, 2), torch.float32), ((rows, heads, head_dim), dtype),
+            ((*partial, shape.head_dim), torch.float32),
+            ((*partial, 2), torch.float32),
+            ((rows, heads, shape.head_dim), dtype),
             ((rows, heads), torch.float32),
-        ]  # fmt: skip
+        ]
 
     def most_memory(self) -> list[tuple[tuple[int, ...], torch.dtype]]:
         """Return `memory` of any step."""
@@ -88,28 +91,26 @@ class FusedPrefix:
 
     def attend(self, step: PrefixStep, bound: Launches, cache: torch.Tensor, ring: Ring | None) -> OverPrefixes:
         """See `DecodeKernel.attend_prefixes`. `bound`: launches of the layer."""
-        apart = self.splits.heads_apart(step.results.output)
-        held_for = self.splits.held_for(cache, ring, step.results.output)
+        output = step.results.output
+        apart = output.view(len(output), self.shape.kv_heads, self.shape.group, -1)
+        of_ring = None if ring is None else (ring.cache.data_ptr(), ring.cache.stride(), ring.window)
+        held_for = cache.data_ptr(), cache.stride(), of_ring, output.stride(), output.dtype
         launch = bound.get("prefixes", held_for, lambda: self._bind(cache, ring, apart))
         launch(step.items, step.arguments, apart)
         return step.results
 
     def _bind(self, cache: torch.Tensor, ring: Ring | None, output: torch.Tensor) -> cuda_prefix.CudaPrefix:
         self.schedules.counters.zero_()  # `HopperPairs._bind` says why no step has to
-        shape = self.splits.shape
-        launch = cuda_prefix.CudaPrefix(
-            self.layer.codec.layout, self.matrix, self.schedules.counters, cache, ring, output,
-            shape.tiles_a_block if shape.mean_blocks else None,
-        )  # fmt: skip
+        tiles = self.shape.tiles_a_block if self.shape.mean_blocks else None
+        launch = cuda_prefix.CudaPrefix(self.page, self.matrix, self.schedules.counters, cache, ring, output, tiles)
         launch.compile_variants()
         return launch
 
 
-def pass_limits(layer: PairLayout, mean_blocks: int) -> PassLimits:
-    """Return how many passes over prefixes a layer's steps have at most. `mean_blocks`: of its keys, see `Means`."""
-    group, limits = layer.query_heads // layer.kv_heads, layer.limits
-    tokens = pass_tokens(group)
-    row_bytes = layer.query_heads * max(2 * layer.codec.key.stored_dim, 4 * (1 + mean_blocks) if mean_blocks else 0)
+def pass_limits(page: PageLayout, shape: DecodeShape, limits: Limits) -> PassLimits:
+    """Return how many passes over prefixes steps of a layer have at most. `page`: layout of the cache."""
+    tokens, bias_bytes = pass_tokens(shape.group), 4 * (1 + shape.mean_blocks) if shape.mean_blocks else 0
+    row_bytes = shape.kv_heads * shape.group * max(2 * shape.head_dim, bias_bytes)
     rows = min(limits.max_tokens, ROW_BYTES // row_bytes)
-    total = min(rows // tokens + limits.max_requests, max(1, PAIRS // layer.kv_heads))
-    return PassLimits(cuda.most_passes(layer.codec.layout), total, tokens, rows)
+    total = min(rows // tokens + limits.max_requests, max(1, PAIRS // shape.kv_heads))
+    return PassLimits(cuda.most_passes(page), total, tokens, rows)

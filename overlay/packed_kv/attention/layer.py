@@ -70,23 +70,20 @@ class PairKernels:
         tokens = metadata.query_starts[requests] if requests < len(metadata.context) else metadata.decode_tokens
 
         def make() -> Any:
-            prefixes, rows = None, tokens
-            if passes is not None:
-                ring = window.ring(0, len(metadata.context)) if window else None
-                prefixes, rows = PrefixBatch(passes, metadata.block_table, dtype, ring), max(tokens, passes.rows)
-            return decode.prepare(
-                DecodeBatch(
-                    block_table=metadata.block_table[:requests],
-                    query_start=metadata.query_start_loc[: requests + 1],
-                    seq_lens=metadata.stored_lens[:requests],
-                    tokens=tokens,
-                    max_query_len=metadata.decode_query_len,
-                    positions=metadata.positions[:rows],
-                    ring=window.ring(0, requests) if window else None,
-                    lse=lse,
-                    prefixes=prefixes,
-                )
+            decodes = DecodeBatch(
+                block_table=metadata.block_table[:requests],
+                query_start=metadata.query_start_loc[: requests + 1],
+                seq_lens=metadata.stored_lens[:requests],
+                tokens=tokens,
+                max_query_len=metadata.decode_query_len,
+                positions=metadata.positions[: tokens if passes is None else max(tokens, passes.rows)],
+                ring=window.ring(0, requests) if window else None,
+                lse=lse,
             )
+            if passes is None:
+                return decode.prepare(decodes)
+            ring = window.ring(0, len(metadata.context)) if window else None
+            return decode.prepare_with_prefixes(decodes, PrefixBatch(passes, metadata.block_table, dtype, ring))
 
         rings = window.metadata if window else None
         what = "decode" if passes is None else "decode and prefixes"

@@ -45,9 +45,7 @@ class DecodeBatch:
     their number. `seq_lens`: int32 [requests], tokens in this rank's pages. `tokens`: query tokens of all requests.
     `max_query_len`: the most of one, known on the host. `positions`: int64 [tokens], or None over latents. `ring`: of
     these requests, of any of the layers that share the step; None: there is none. `lse`: with several ranks, over
-    pages of pairs, fp32 [tokens, query heads], contiguous, filled; else None. `prefixes`: those of
-    requests behind these that the kernel reads, too; then there may be no decodes, and `positions` has the rows up to
-    the last pass.
+    pages of pairs, fp32 [tokens, query heads], contiguous, filled; else None.
     """
 
     block_table: torch.Tensor
@@ -58,7 +56,6 @@ class DecodeBatch:
     positions: torch.Tensor | None = None
     ring: Ring | None = None
     lse: torch.Tensor | None = None
-    prefixes: PrefixBatch | None = None
 
 
 class RotatingStep(Protocol):
@@ -132,7 +129,7 @@ class DecodeKernel(LayerKernel, Protocol[Step, Result]):
     longest: int
     """Most query tokens of a request that are served; a batch with longer decodes takes the prefill route."""
     pass_limits: PassLimits | None = None
-    """Of the prefixes that the kernel reads; None: it reads none."""
+    """Passes over prefixes that the kernel takes; None: it reads none."""
 
     def reserve(self) -> None:
         """Size the workspace for any batch, where there is one."""
@@ -161,6 +158,11 @@ class DecodeKernel(LayerKernel, Protocol[Step, Result]):
             [tokens, heads], -inf where the part has no token.
         """
         raise NotImplementedError
+
+    def prepare_with_prefixes(self, batch: DecodeBatch, prefixes: PrefixBatch) -> Step:
+        """Return the step of decodes and of passes over prefixes, of a kernel with `pass_limits`. There may be no
+        decodes; the batch's `positions` have the rows up to the last pass."""
+        raise AssertionError("a kernel without `pass_limits` reads no prefixes")
 
     def attend_prefixes(self, step: Step, cache: torch.Tensor, ring: Ring | None = None) -> OverPrefixes:
         """Return attention of a step's passes over their prefixes, in memory that the next layer overwrites.

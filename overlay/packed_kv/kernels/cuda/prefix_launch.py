@@ -33,7 +33,7 @@ from .launch import (
 from .schedule import item_count
 
 PASS_WORDS = 4
-"""Of a pass in a table: request, first query token, query tokens and tokens of the prefix."""
+"""Words of a pass in a table: request, first query token, query tokens and tokens of the prefix."""
 
 
 THIRDS = 3
