@@ -100,9 +100,11 @@ class FusedPrefix:
         return step.results
 
     def _bind(self, cache: torch.Tensor, ring: Ring | None, output: torch.Tensor) -> cuda_prefix.CudaPrefix:
-        self.schedules.counters.zero_()  # `HopperPairs._bind` says why no step has to
-        tiles = self.shape.tiles_a_block if self.shape.mean_blocks else None
-        launch = cuda_prefix.CudaPrefix(self.page, self.matrix, self.schedules.counters, cache, ring, output, tiles)
+        """Bind the kernel. Its counters become 0; `HopperPairs._bind` says why no step has to see to that."""
+        counters, tiles = self.schedules.counters, self.shape.tiles_a_block if self.shape.mean_blocks else None
+        if not (counters.is_cuda and torch.cuda.is_current_stream_capturing()):
+            counters.zero_()
+        launch = cuda_prefix.CudaPrefix(self.page, self.matrix, counters, cache, ring, output, tiles)
         launch.compile_variants()
         return launch
 
