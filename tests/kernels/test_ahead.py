@@ -30,9 +30,8 @@ from packed_kv.codecs.ring import Ring
 from packed_kv.kernels import ahead
 from packed_kv.kernels.ahead import Ahead, current, wait_for, wait_for_all
 from packed_kv.kernels.cuda import kernel as cuda_kernel
-from packed_kv.kernels.cuda import latent_launch, latent_ring_launch
+from packed_kv.kernels.cuda import latent_launch, latent_ring_launch, prefix_launch
 from packed_kv.kernels.cuda import launch as cuda
-from packed_kv.kernels.cuda.prefix_launch import CudaPrefix
 from packed_kv.kernels.cuda.source import LATENT
 from packed_kv.kernels.triton.launch import Arguments, Launch
 from packed_kv.kernels.triton.merge import merge_tile
@@ -243,8 +242,8 @@ def test_profiling_compiles_what_steps_launch(
             launched.add(self.compilation(None))
 
     monkeypatch.setattr(cuda.CudaDecode, "__call__", lambda *a: None if current() else of_cuda(*a))
-    monkeypatch.setattr(CudaPrefix, "__call__", of_prefixes)
-    monkeypatch.setattr(cuda, "MOST_PASSES", dict.fromkeys(cuda.MOST_PASSES, 2))
+    monkeypatch.setattr(prefix_launch.CudaPrefix, "__call__", of_prefixes)
+    monkeypatch.setattr(prefix_launch, "PAYS", dict.fromkeys((False, True), prefix_launch.Pays(2, 1)))
     monkeypatch.setattr("packed_kv.kernels.cuda._missing", lambda: None)
     card = SimpleNamespace(multi_processor_count=1, major=major, minor=0)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _device: card)

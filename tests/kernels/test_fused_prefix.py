@@ -11,7 +11,6 @@ import emulated
 import pytest
 import torch
 from packed_kv.attention import decode as pairs
-from packed_kv.attention import fused_prefix
 from packed_kv.attention.choice import Limits
 from packed_kv.attention.layer import PairAttention, PairKernels
 from packed_kv.attention.metadata import Batch, PackedMetadata
@@ -23,6 +22,7 @@ from packed_kv.codecs import ring as ring_codec
 from packed_kv.codecs.pages import PagedCodec
 from packed_kv.formats import FORMATS
 from packed_kv.kernels.cuda import launch as cuda
+from packed_kv.kernels.cuda import prefix_launch
 from packed_kv.reference.attention import AttentionOptions
 from packed_kv.window.metadata import WindowMetadata
 from packed_kv.window.slots import fill_slots
@@ -137,12 +137,13 @@ def _machine(monkeypatch: pytest.MonkeyPatch) -> None:
     memory = Workspace()
     monkeypatch.setattr(pairs, "current_workspace_manager", lambda: memory)
     monkeypatch.setattr(workspace, "current_workspace_manager", lambda: memory)
-    monkeypatch.setattr(cuda, "MOST_PASSES", dict.fromkeys(cuda.MOST_PASSES, MOST_PASSES))
+    pays = prefix_launch.Pays(MOST_PASSES, 100 * 64)
+    monkeypatch.setattr(prefix_launch, "PAYS", dict.fromkeys((False, True), pays))
     if DEVICE == "cpu":
         card = SimpleNamespace(multi_processor_count=4, major=9, minor=0)
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _device: card)
         monkeypatch.setattr(cuda, "CudaDecode", emulated.CudaDecode)
-        monkeypatch.setattr(fused_prefix.cuda_prefix, "CudaPrefix", emulated.CudaPrefix)
+        monkeypatch.setattr(prefix_launch, "CudaPrefix", emulated.CudaPrefix)
 
 
 @runs
@@ -185,6 +186,8 @@ def test_plan() -> None:
     assert [one.request for one in plan_passes(starts, context, 2, limits._replace(total=4))] == [2, 2, 2, 6]
     assert [one.request for one in plan_passes(starts, context, 2, limits._replace(rows=30))] == [2, 2, 2, 5, 5]
     assert [one.request for one in plan_passes(starts, context, 2, limits._replace(each=2))] == [5, 5, 6]
+    assert len(plan_passes(starts, context, 2, limits._replace(keys=120))) == 5
+    assert not plan_passes(starts, context, 2, limits._replace(keys=121)), "too few keys in all"
     made = prefix_passes(plan_passes(starts, context, 2, limits._replace(total=6)), starts, torch.device("cpu"))
     assert made.table.dtype == torch.int32 and made.table[-1].tolist() == [6, 30, 1, 2]
     assert made.runs == (slice(2, 12), slice(24, 31)) and made.rows == 31 and made.requests == {2, 5, 6}

@@ -115,4 +115,5 @@ def pass_limits(page: PageLayout, shape: DecodeShape, limits: Limits) -> PassLim
     row_bytes = shape.kv_heads * shape.group * max(2 * shape.head_dim, bias_bytes)
     rows = min(limits.max_tokens, ROW_BYTES // row_bytes)
     total = min(rows // tokens + limits.max_requests, max(1, PAIRS // shape.kv_heads))
-    return PassLimits(cuda.most_passes(page), total, tokens, rows)
+    pays = cuda_prefix.PAYS[cuda.has_unpackers(page)]
+    return PassLimits(pays.passes, total, tokens, rows, -(-pays.channels // (shape.kv_heads * shape.head_dim)))

@@ -15,13 +15,14 @@ import torch
 
 
 class PassLimits(NamedTuple):
-    """The most passes of a chunk (`each`) and of a step (`total`), the query tokens of a pass (`tokens`), and the rows
-    of a batch, from its first on, that passes may have (`rows`)."""
+    """The most passes of a chunk (`each`) and of a step (`total`), the query tokens of a pass (`tokens`), the rows of a
+    batch, from its first on, that passes may have (`rows`), and the fewest tokens of a step's prefixes (`keys`)."""
 
     each: int
     total: int
     tokens: int
     rows: int
+    keys: int = 0
 
 
 class PrefixPass(NamedTuple):
@@ -60,7 +61,7 @@ def plan_passes(
     query_starts: Sequence[int], context: Sequence[int], first: int, limits: PassLimits
 ) -> list[PrefixPass]:
     """Return the passes of a batch's requests from `first` on, in order. A request has all of its passes, or none:
-    where nothing of it is cached, or a limit is met.
+    where nothing of it is cached, or a limit is met. None has any if their prefixes are too short in all.
 
     Args:
         query_starts: first row of each request, and the end of the last.
@@ -69,14 +70,16 @@ def plan_passes(
         limits: of the kernel.
     """
     passes: list[PrefixPass] = []
+    all_keys = 0
     for request in range(first, len(context)):
         start, end = query_starts[request], query_starts[request + 1]
         keys = context[request] - (end - start)
         count = -(-(end - start) // limits.tokens)
         if keys > 0 and end <= limits.rows and count <= limits.each and len(passes) + count <= limits.total:
+            all_keys += keys
             for row in range(start, end, limits.tokens):
                 passes.append(PrefixPass(request, row, min(limits.tokens, end - row), keys))
-    return passes
+    return passes if all_keys >= limits.keys else []
 
 
 def prefix_passes(passes: Sequence[PrefixPass], query_starts: Sequence[int], device: torch.device) -> PrefixPasses:

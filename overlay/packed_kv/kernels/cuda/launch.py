@@ -27,8 +27,6 @@ NARROW = 32
 """The most columns that warps serve alone. Beyond, a block's warps share one unpacking (`wide.cuh`, `roles.cuh`)."""
 WARPS_PER_SM = {4: 16, 8: 16, 16: 8, 32: 8, 64: 8}
 """Warps that an SM holds, by columns: their registers decide."""
-MOST_PASSES = {True: 30, False: 10}
-"""Passes of a chunk over its prefix up to which the kernel reads it, with warps that only unpack and without."""
 UNPACKERS, ATTENDERS_PER_SM = 4, 8
 """Warps of a block that only unpack, where it has any (`roles.cuh`), and the others that an SM holds then."""
 MAX_FINAL_BLOCKS = 8
@@ -189,12 +187,6 @@ def has_unpackers(page: PageLayout) -> bool:
     """Return whether blocks of more than `NARROW` columns have warps that only unpack (`roles.cuh`)."""
     layout = kernel_layout(page)
     return layout.head_dim == 128 and all(group.code.bits == 4 for group in layout.groups)
-
-
-def most_passes(page: PageLayout) -> int:
-    """Return the most passes over its prefix that a chunk takes. With more, to gather the prefix is faster, which
-    unpacks it once; measured by `benchmarks/prefixes.py`."""
-    return MOST_PASSES[has_unpackers(page)]
 
 
 def program(constants: Mapping[str, str]) -> Program:

@@ -36,6 +36,17 @@ PASS_WORDS = 4
 """Words of a pass in a table: request, first query token, query tokens and tokens of the prefix."""
 
 
+class Pays(NamedTuple):
+    """The prefixes for which passes pay: up to `passes` of a chunk, and at least `channels` of K in all prefixes of a
+    step (tokens, KV heads and channels of a head, multiplied)."""
+
+    passes: int
+    channels: int
+
+
+PAYS = {True: Pays(12, 1 << 22), False: Pays(4, 1 << 24)}
+"""The prefixes that the kernel reads faster than they are gathered, rotated back and read by FlashAttention: with warps
+that only unpack (`has_unpackers`), and without (benchmarks/prefixes.py, docs/kernels.md)."""
 THIRDS = 3
 """Blocks of 64 columns are of equal speed, and a part costs more than of few columns: each has a whole load."""
 
