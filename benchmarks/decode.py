@@ -38,7 +38,7 @@ import made_up_calibration
 import rows
 import workers
 from packed_kv import FORMATS
-from packed_kv.model_shape import parse
+from packed_kv.model.shape import parse
 from packed_kv.planning import cache
 
 DTYPES = ("auto", "fp8", "int4_per_token_head", "turboquant_4bit_nc", *FORMATS)

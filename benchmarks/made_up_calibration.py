@@ -9,7 +9,7 @@ from pathlib import Path
 
 from packed_kv.calibration_file import FILE_NAME, RECIPES, VERSION
 from packed_kv.formats import FORMATS
-from packed_kv.rope import rope_parameters
+from packed_kv.model.rope import rope_parameters
 
 KINDS = ("one", "blocks")
 """Kinds of means of keys: one for all positions, or before RoPE, so that blocks of positions have theirs."""

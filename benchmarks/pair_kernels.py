@@ -34,7 +34,7 @@ from packed_kv.kernels.triton import decode as decode_module
 from packed_kv.kernels.triton.means import Means
 from packed_kv.kernels.triton.rotate import rotation_matrix
 from packed_kv.layout import MICRO_BLOCK, page_layout, ring_slot_bytes
-from packed_kv.rope import Rope
+from packed_kv.model.rope import Rope
 from rows import append, commit_here, machine
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "tests" / "support"))

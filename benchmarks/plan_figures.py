@@ -11,7 +11,7 @@ import quality_rows
 import tables
 from bench_engine import MODEL_8B
 from packed_kv.formats import FORMATS
-from packed_kv.model_shape import parse
+from packed_kv.model.shape import parse
 from packed_kv.planning.cache import Serving, bytes_per_token
 from packed_kv.planning.cards import CARDS
 from packed_kv.planning.weights import weights

@@ -83,10 +83,10 @@ MUTATIONS = {
         "tests/kernels/triton/test_ring.py -k plan",
     ),
     "refusal": Mutation(
-        "overlay/packed_kv/refusals.py",
+        "overlay/packed_kv/refusals/table.py",
         "(f.layer.head_size <= 0 or f.layer.head_size % HEAD_DIM_MULTIPLE)",
         "f.layer.head_size <= 0",
-        "tests/test_refusal_table.py",
+        "tests/refusals/test_refusal_table.py",
     ),
 }
 

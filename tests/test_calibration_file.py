@@ -18,7 +18,7 @@ from packed_kv import calibration_file as outliers
 from packed_kv.calibration_file import CalibrationError, heads_of_rank, load
 from packed_kv.formats import FORMATS
 from packed_kv.json_file import printable
-from packed_kv.rope import Rope, rope_parameters
+from packed_kv.model.rope import Rope, rope_parameters
 
 LAYER = "model.layers.1.self_attn"
 KEYS, VALUES = OUTLIERS

@@ -11,15 +11,14 @@ from checkout import REPO
 
 PACKAGE = REPO / "overlay" / "packed_kv"
 FLOORS = (
-    "formats", "layout", "json_file", "child_process", "config_defaults", "config_fields", "state_layers",
-    "layer_kinds", "model_shape", "cache_scheme", "rope", "architectures",
-    "facts", "config_facts", "refusals", "channel_calibration", "calibration_file", "codecs", "reference", "kernels",
+    "formats", "layout", "json_file", "child_process", "model", "refusals",
+    "channel_calibration", "calibration_file", "codecs", "reference", "kernels",
     "vllm_compat", "settings", "window", "attention", "sharing", "engine", "plugin",
 )  # fmt: skip
 """Rooms from the bottom up. A module imports its own room and those below it."""
 BESIDE = {
     "__init__": {"formats", "codecs"},
-    "transformers": {"formats", "layout", "json_file", "rope", "calibration_file", "codecs", "kernels"},
+    "transformers": {"formats", "layout", "json_file", "model", "calibration_file", "codecs", "kernels"},
     "lmcache": {"formats", "codecs"},
     "selftest": {
         "formats",
@@ -33,34 +32,14 @@ BESIDE = {
         "window",
         "attention",
     },
-    "planning": {
-        "formats",
-        "layout",
-        "json_file",
-        "config_defaults",
-        "config_fields",
-        "state_layers",
-        "layer_kinds",
-        "model_shape",
-        "cache_scheme",
-        "facts",
-        "refusals",
-        "kernels",
-        "attention",
-    },
+    "planning": {"formats", "layout", "json_file", "model", "refusals", "kernels", "attention"},
     "commands": {
         "formats",
         "layout",
         "json_file",
         "child_process",
-        "config_defaults",
-        "config_fields",
-        "model_shape",
-        "cache_scheme",
-        "architectures",
-        "facts",
+        "model",
         "refusals",
-        "rope",
         "planning",
         "calibration_file",
         "kernels",
@@ -71,9 +50,8 @@ KNOWS_VLLM = {"vllm_compat", "settings", "window", "attention", "sharing", "engi
 PROBE = "commands.probe"
 """Imports vLLM, in a process of its own."""
 NO_TORCH = {
-    "formats", "layout", "json_file", "child_process", "config_defaults", "config_fields", "state_layers",
-    "layer_kinds", "model_shape", "cache_scheme", "rope", "architectures",
-    "facts", "config_facts", "refusals", "channel_calibration", "calibration_file", "planning", "commands",
+    "formats", "layout", "json_file", "child_process", "model", "refusals",
+    "channel_calibration", "calibration_file", "planning", "commands",
 }  # fmt: skip
 THIRD_PARTY = {"torch", "triton", "vllm", "transformers"}
 

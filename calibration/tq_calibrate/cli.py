@@ -13,7 +13,7 @@ from packed_kv.calibration_file import FILE_NAME, RECIPES, CalibrationError, loa
 from packed_kv.child_process import EXIT_INTERRUPTED, end_with
 from packed_kv.commands.arguments import EXIT_BAD_INPUT, LONGEST_LINE, Parser, given_of
 from packed_kv.json_file import printable
-from packed_kv.rope import rope_parameters
+from packed_kv.model.rope import rope_parameters
 
 from .errors import UserError
 from .text import LEAST_CONTEXT, LEAST_TOKENS

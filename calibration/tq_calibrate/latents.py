@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from packed_kv.config_fields import BadInput, reads_latents
+from packed_kv.model.config_fields import BadInput, reads_latents
 from transformers import PretrainedConfig
 
 from .errors import UserError

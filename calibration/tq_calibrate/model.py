@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from packed_kv.config_fields import BadInput
+from packed_kv.model.config_fields import BadInput
 from packed_kv.planning import config_file
 
 from .errors import UnsupportedError, UserError, differ, first_line

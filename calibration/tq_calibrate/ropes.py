@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 from packed_kv.codecs.rope import spectrum_of_blocks
-from packed_kv.rope import VARYING, Rope, average_length, rope_parameters
+from packed_kv.model.rope import VARYING, Rope, average_length, rope_parameters
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 CONTEXT = 1 << 15
@@ -17,7 +17,7 @@ CLEARLY = 1.02
 
 
 class ModelRope(NamedTuple):
-    """A RoPE that layers may have. `parameters`: as `packed_kv.rope.rope_parameters` gives them, for the file.
+    """A RoPE that layers may have. `parameters`: as `packed_kv.model.rope.rope_parameters` gives them, for the file.
     `positions`: the model's context in tokens."""
 
     rope: Rope

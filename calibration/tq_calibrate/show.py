@@ -10,7 +10,7 @@ from typing import Any
 
 from packed_kv.calibration_file import Calibration, LayerCalibration, load
 from packed_kv.layout import MEAN_BLOCK
-from packed_kv.rope import Rope, average_length
+from packed_kv.model.rope import Rope, average_length
 
 ROLES = ("key", "value")
 Rows = list[list[float]]

@@ -17,11 +17,11 @@ from difflib import get_close_matches
 from typing import Any, NoReturn, TypeVar
 
 from .channel_calibration import SCALE_BOUNDS, UNCALIBRATED, ChannelCalibration
-from .config_fields import EXPANDED_LATENTS, word
 from .formats import FORMATS, GROUP_SIZE, HEAD_DIM_MULTIPLE, INPUT_LIMIT, Format, fits_value_dim
 from .json_file import printable, read_json, shown
-from .model_shape import Model
-from .rope import Parameters, Rope, normalised, rope_in_words
+from .model.config_fields import EXPANDED_LATENTS, word
+from .model.rope import Parameters, Rope, normalised, rope_in_words
+from .model.shape import Model
 
 FILE_NAME = "turboquant_kv.json"
 """Name of the file in a model's folder."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from .formats import Format
-from .rope import Rope
+from .model.rope import Rope
 
 MIXES_NEIGHBOURS = ("quaternion", "givens")
 """Rotations of a few channels at a time, for which it matters which channels share a scale."""

@@ -16,9 +16,9 @@ from packed_kv.calibration_file import FILE_NAME, CalibrationError, load
 from packed_kv.commands.arguments import given_of, number
 from packed_kv.json_file import not_a_file
 from packed_kv.layout import RECENT_TOKENS
-from packed_kv.model_shape import parse
+from packed_kv.model.rope import rope_parameters
+from packed_kv.model.shape import parse
 from packed_kv.planning import config_file
-from packed_kv.rope import rope_parameters
 from packed_kv.settings.options import AUTO, KEY, OptionError, read_options
 
 from .engines import CHECKOUT, DEMO_MODEL, memory

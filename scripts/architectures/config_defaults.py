@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Writes overlay/packed_kv/config_defaults.json: defaults of the installed transformers' config classes.
+"""Writes overlay/packed_kv/model/config_defaults.json: defaults of the installed transformers' config classes.
 
     python scripts/architectures/config_defaults.py
 
@@ -17,7 +17,7 @@ from typing import Any
 
 from transformers import CONFIG_MAPPING
 
-FILE = Path(__file__).parents[2] / "overlay" / "packed_kv" / "config_defaults.json"
+FILE = Path(__file__).parents[2] / "overlay" / "packed_kv" / "model" / "config_defaults.json"
 TEXT = (
     "afmoe", "apertus", "arcee", "aria_text", "cohere", "cohere2", "cwm", "deepseek_v2", "deepseek_v3",
     "emu3_text_model", "ernie4_5", "ernie4_5_moe", "exaone4", "exaone_moe", "falcon_h1", "flex_olmo", "gemma",
@@ -58,7 +58,7 @@ FIELDS = frozenset((
     "n_mamba_heads", "mamba_d_head", "mamba_head_dim", "mamba_headdim", "mamba_n_groups", "n_groups", "mamba_ngroups",
     "mamba_expand", "mamba_d_ssm", "mamba_ssm_cache_dtype", "mamba_ssm_dtype",
 ))  # fmt: skip
-"""Fields that packed_kv/{model_shape,layer_kinds,state_layers}.py and packed_kv/planning/weights.py read, without those
+"""Fields that packed_kv/model/{shape,layer_kinds,state_layers}.py and packed_kv/planning/weights.py read, without those
 that are lists."""
 UNDECLARED = {
     **{kind: {"global_head_dim": 512} for kind in ("gemma4_text", "gemma4_unified_text")},

@@ -25,7 +25,7 @@ from typing import Any
 from unittest import mock
 
 from coverage_models import LATENT, MODELS, SIZES
-from packed_kv.model_shape import DENSE, parse
+from packed_kv.model.shape import DENSE, parse
 from packed_kv.planning.cache import Serving, capacity
 from packed_kv_quality.engines import apart, engine, kv_tokens, prepare_environment
 

@@ -15,8 +15,8 @@ from packed_kv.codecs import ring as rings
 from packed_kv.codecs.pages import PagedCodec
 from packed_kv.formats import FORMATS
 from packed_kv.layout import MEAN_BLOCK, ring_slot_bytes
+from packed_kv.model.rope import Rope
 from packed_kv.reference.attention import AttentionOptions
-from packed_kv.rope import Rope
 from packed_kv.vllm_compat import cpu_instructions
 from page_codecs import page_codec
 from vllm.platforms import current_platform

@@ -12,9 +12,9 @@ import pytest
 import tiny_models
 import torch
 from harness import engine, keep_chunks, kv_tokens, mean_kl
-from packed_kv import refusals
 from packed_kv.attention import impl
 from packed_kv.attention.context_shard import ContextShard
+from packed_kv.refusals import table as refusals
 from packed_kv_quality.engines import scheduler
 from vllm import SamplingParams
 from vllm.v1.attention.backends.utils import get_dcp_local_seq_lens
@@ -125,7 +125,7 @@ DCP_LAYERS = {"a sliding window": {"sliding_window": 64}, "attention sinks": {"s
 
 @pytest.mark.parametrize("what", DCP_LAYERS)
 def test_layers_that_cannot_be_dealt_out(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What an engine must not have beside context parallelism, tests/test_refusal_table.py has."""
+    """What an engine must not have beside context parallelism, tests/refusals/test_refusal_table.py has."""
     monkeypatch.setattr(impl, "get_current_vllm_config", lambda: MagicMock())
     monkeypatch.setattr(impl, "shard_of", lambda _config: ContextShard(2))
     with pytest.raises(ValueError, match=f"--decode-context-parallel-size with {what}: 2 ranks"):

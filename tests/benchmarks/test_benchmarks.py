@@ -390,7 +390,7 @@ def test_the_gpu_tests_load_and_the_cases_of_the_memory_check_exist() -> None:
 def test_a_made_up_calibration_fits_its_model(means: str, tmp_path: Path) -> None:
     from bench_engine import write_model
     from packed_kv.calibration_file import FILE_NAME, load
-    from packed_kv.rope import rope_parameters
+    from packed_kv.model.rope import rope_parameters
 
     found = load(Path(write_model(str(tmp_path), means), FILE_NAME))
     config = json.loads((tmp_path / "config.json").read_text())

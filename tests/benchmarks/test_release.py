@@ -208,7 +208,7 @@ def test_a_release_is_adopted(tmp_path: Path) -> None:
 def test_options_of_parts_are_those_of_decode(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
     """And each shape that they name has a config, of a model that is known."""
     import decode
-    from packed_kv.model_shape import parse
+    from packed_kv.model.shape import parse
     from release import PARTS
 
     for part in PARTS.values():

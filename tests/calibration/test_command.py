@@ -22,8 +22,8 @@ import tq_calibrate
 from calibration_files import content, write
 from checkout import DEMO_MODEL
 from packed_kv.calibration_file import FILE_NAME, load
+from packed_kv.model.rope import Rope, rope_parameters
 from packed_kv.planning import config_file
-from packed_kv.rope import Rope, rope_parameters
 from tq_calibrate import collect
 from tq_calibrate.cli import main
 from tq_calibrate.errors import UserError

@@ -11,7 +11,7 @@ import torch
 from checkout import DEMO_MODEL
 from packed_kv.codecs.rope import spectrum_of_blocks
 from packed_kv.layout import MEAN_BLOCK
-from packed_kv.rope import Rope
+from packed_kv.model.rope import Rope
 from tq_calibrate import judge as judging
 from tq_calibrate.attended import Scores
 from tq_calibrate.cli import main

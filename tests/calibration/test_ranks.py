@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from packed_kv.calibration_file import heads_of_rank
-from packed_kv.rope import Rope
+from packed_kv.model.rope import Rope
 from torch.testing import assert_close
 from tq_calibrate.attended import NEAR, Scores
 from tq_calibrate.errors import UserError

@@ -12,7 +12,7 @@ import tiny_models
 import torch
 from packed_kv.codecs.rope import partner, spectrum_of_blocks
 from packed_kv.layout import MEAN_BLOCK
-from packed_kv.rope import Rope
+from packed_kv.model.rope import Rope
 from small_models import MAKERS, build, config_of
 from tiny_models import VOCAB
 from torch.testing import assert_close

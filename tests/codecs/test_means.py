@@ -11,7 +11,7 @@ from packed_kv.channel_calibration import ChannelCalibration
 from packed_kv.codecs.rope import spectrum_of_blocks
 from packed_kv.codecs.transform import ChannelTransform
 from packed_kv.layout import MEAN_BLOCK
-from packed_kv.rope import Rope
+from packed_kv.model.rope import Rope
 from page_codecs import page_codec
 
 CPU = torch.device("cpu")

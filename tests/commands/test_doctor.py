@@ -11,11 +11,11 @@ import calibration_files
 import pytest
 from checkout import DEMO_MODEL
 from coverage_models import MODELS
-from packed_kv import rope
 from packed_kv.commands import doctor, plan, probe
 from packed_kv.formats import FORMATS
 from packed_kv.kernels import cuda
 from packed_kv.kernels.cpu.compiler import best_target, find_compiler
+from packed_kv.model import rope
 from packed_kv.planning import config_file
 
 H200 = {

@@ -19,7 +19,7 @@ import torch
 from fake_codecs import register_null_format
 from harness import engine, keep_chunks, kv_tokens, mean_kl, teacher_forced_logits
 from packed_kv.engine import capacity, latent_backend, registration
-from packed_kv.facts import Facts, Latents
+from packed_kv.refusals.facts import Facts, Latents
 from packed_kv_quality.engines import attention_layers
 from safetensors.torch import load_file, save_file
 from test_latent import coded

@@ -17,7 +17,7 @@ from harness import count_preemptions, engine, mean_kl, scheduler, teacher_force
 from packed_kv.attention.latent import kimi
 from packed_kv.engine import capacity
 from packed_kv.formats import FORMATS
-from packed_kv.model_shape import parse
+from packed_kv.model.shape import parse
 from packed_kv.planning import cache
 from packed_kv.window.layer import WindowLayer
 from packed_kv_quality.engines import attention_layers, kv_tokens

@@ -12,13 +12,14 @@ import tiny_models
 import torch
 import transformers
 from harness import engine
-from packed_kv import architectures, refusals
 from packed_kv.attention.impl import PackedAttentionImpl
 from packed_kv.engine import registration
 from packed_kv.engine.backend import backend_of
-from packed_kv.facts import Facts
 from packed_kv.formats import FORMATS
-from packed_kv.refusals import refusals_of
+from packed_kv.model import architectures
+from packed_kv.refusals import table as refusals
+from packed_kv.refusals.facts import Facts
+from packed_kv.refusals.table import refusals_of
 from packed_kv.settings import facts
 from tiny_models import SMALL
 from transformers import PretrainedConfig

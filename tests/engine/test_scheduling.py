@@ -14,7 +14,7 @@ import pytest
 import torch
 from harness import count_preemptions, engine, scheduler
 from packed_kv.formats import FORMATS
-from packed_kv.rope import Rope
+from packed_kv.model.rope import Rope
 from vllm import LLM, SamplingParams
 
 TEXT = topics["assignment"] + topics["class"] + topics["comparisons"]

@@ -85,7 +85,7 @@ def test_pairs(
 ) -> None:  # fmt: skip
     """Batches of each kind of grid: blocks that write the output, of few and many requests, and splits for `merge`."""
     import pair_kernels
-    from packed_kv.rope import Rope
+    from packed_kv.model.rope import Rope
 
     torch.manual_seed(head_dim)
     monkeypatch.setattr(pair_kernels, "HEAD_DIM", head_dim)

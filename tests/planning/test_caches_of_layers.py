@@ -12,8 +12,8 @@ import pytest
 import vllm
 from coverage_models import MODELS, SIZES
 from packed_kv.commands.plan import main
-from packed_kv.config_fields import BadInput
-from packed_kv.model_shape import parse
+from packed_kv.model.config_fields import BadInput
+from packed_kv.model.shape import parse
 from packed_kv.planning.weights import weights
 
 LOOPS = {**SIZES, "model_type": "llama"}
@@ -132,7 +132,7 @@ def test_block_configs_are_not_sized() -> None:
 
 
 KNOWN_REPEATS = {"dory", "hrm_text", "iquest_loopcoder", "longcat_flash", "ouro", "zamba2"}
-"""Files of vLLM's models whose layers make attention in a loop, and which `model_shape` has a rule for."""
+"""Files of vLLM's models whose layers make attention in a loop, and which `model/shape.py` has a rule for."""
 NO_CACHE = {"funasr"}
 """The same of encoders of sound."""
 

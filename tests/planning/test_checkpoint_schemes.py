@@ -8,10 +8,10 @@ from types import SimpleNamespace
 
 import pytest
 from checkout import DEMO_MODEL
-from packed_kv.cache_scheme import asked_cache
 from packed_kv.commands.plan import main
 from packed_kv.engine import registration
-from packed_kv.model_shape import parse
+from packed_kv.model.cache_scheme import asked_cache
+from packed_kv.model.shape import parse
 from packed_kv.planning.weights import weights
 from test_plan import SHAPE_8B
 from vllm.engine.arg_utils import EngineArgs

@@ -13,10 +13,10 @@ import transformers
 from checkout import REPO
 from coverage_models import MODELS
 from packed_kv.commands.plan import main
-from packed_kv.config_defaults import Config
-from packed_kv.config_fields import BadInput
-from packed_kv.layer_kinds import SLIDING_AND_FULL
-from packed_kv.model_shape import parse
+from packed_kv.model.config_defaults import Config
+from packed_kv.model.config_fields import BadInput
+from packed_kv.model.layer_kinds import SLIDING_AND_FULL
+from packed_kv.model.shape import parse
 from packed_kv.planning.plan import layers
 from packed_kv.planning.weights import parameters
 from transformers import CONFIG_MAPPING, PreTrainedConfig

@@ -21,9 +21,9 @@ from checkout import DEMO_MODEL, REPO
 from coverage_models import MODELS
 from huggingface_hub import errors
 from packed_kv.commands.plan import main
-from packed_kv.config_fields import BadInput
 from packed_kv.formats import FORMATS
-from packed_kv.model_shape import bytes_per_token, parse
+from packed_kv.model.config_fields import BadInput
+from packed_kv.model.shape import bytes_per_token, parse
 from packed_kv.planning import cache, cards, config_file, measured
 from packed_kv.planning.plan import Target, assumptions
 from packed_kv.planning.plan import estimate as estimate_rows

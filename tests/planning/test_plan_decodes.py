@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from packed_kv.model_shape import parse
+from packed_kv.model.shape import parse
 from packed_kv.planning import cache, cards
 from packed_kv.planning.plan import Target, assumptions
 from packed_kv.planning.weights import weights

@@ -10,7 +10,7 @@ import pytest
 import torch
 import window_memory
 from packed_kv.formats import FORMATS
-from packed_kv.model_shape import parse
+from packed_kv.model.shape import parse
 from packed_kv.planning.cache import Serving, capacity
 from vllm.v1.kv_cache_layout import KVCacheLayout
 

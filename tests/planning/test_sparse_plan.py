@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 from packed_kv.commands import plan
-from packed_kv.config_fields import BadInput
 from packed_kv.formats import FORMATS
-from packed_kv.model_shape import DENSE, FP8, index_bytes, parse
+from packed_kv.model.config_fields import BadInput
+from packed_kv.model.shape import DENSE, FP8, index_bytes, parse
 from packed_kv.planning.cache import Serving, bytes_per_token, capacity, check_window, recent_window
-from packed_kv.refusals import refusals_of_model
+from packed_kv.refusals.table import refusals_of_model
 
 LATENTS = {
     "kv_lora_rank": 512, "qk_rope_head_dim": 64, "q_lora_rank": 1536, "v_head_dim": 128, "index_topk": 2048,

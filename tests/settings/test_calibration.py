@@ -14,10 +14,10 @@ from checkout import DEMO_MODEL
 from harness import engine, mean_kl, teacher_forced_logits
 from packed_kv.calibration_file import CalibrationError, LayerCalibration
 from packed_kv.engine import registration
-from packed_kv.facts import Facts
 from packed_kv.formats import FORMATS
 from packed_kv.layout import MEAN_BLOCK
-from packed_kv.rope import Rope, rope_parameters
+from packed_kv.model.rope import Rope, rope_parameters
+from packed_kv.refusals.facts import Facts
 from packed_kv.settings import calibration, self_calibration
 from packed_kv.settings.options import OptionError
 from tiny_models import true_logits

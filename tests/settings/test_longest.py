@@ -10,7 +10,7 @@ from calibration_files import content, write
 from harness import engine, model_of
 from packed_kv.formats import FORMATS
 from packed_kv.layout import MEAN_BLOCK
-from packed_kv.rope import rope_parameters
+from packed_kv.model.rope import rope_parameters
 from packed_kv_quality.engines import attention_layers
 
 CONFIG_LENGTH, MEMORY = 10_000_000, 8 << 20

@@ -20,9 +20,10 @@ from block_store import BlockStore
 from calibration_files import ORDERS, OUTLIERS, content, write
 from checkout import DEMO_MODEL
 from harness import engine
-from packed_kv import formats, refusals
+from packed_kv import formats
 from packed_kv.engine import registration
 from packed_kv.formats import FORMATS
+from packed_kv.refusals import table as refusals
 from packed_kv.sharing.fingerprint import fingerprint
 from safetensors.torch import load_file, save_file
 from vllm import SamplingParams

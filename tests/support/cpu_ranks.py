@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from packed_kv import refusals
+from packed_kv.refusals import table as refusals
 
 
 def rules() -> tuple[refusals.Rule, ...]:

@@ -6,7 +6,7 @@ from typing import Any
 
 import cpu_ranks
 import torch
-from packed_kv import refusals
+from packed_kv.refusals import table as refusals
 from vllm.model_executor.layers.attention.mla_attention import MLACommonMetadataBuilder
 from vllm.v1.attention.backends.utils import PAD_SLOT_ID
 from vllm.v1.worker.block_table import BlockTable

@@ -15,10 +15,10 @@ from vllm.v1.attention.backend import AttentionImpl, AttentionLayer, AttentionTy
 
 from ..calibration_file import LayerCalibration
 from ..codecs.pages import PagedCodec
-from ..facts import Attention, Cache, Drafts, Facts, Layer, Pages, Parallel
 from ..formats import FORMATS
 from ..reference.attention import AttentionOptions
-from ..refusals import refuse
+from ..refusals.facts import Attention, Cache, Drafts, Facts, Layer, Pages, Parallel
+from ..refusals.table import refuse
 from ..settings.calibration import find_calibration
 from ..settings.facts import auto_cache, is_draft
 from ..settings.longest import longest_sequence

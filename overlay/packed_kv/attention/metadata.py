@@ -19,11 +19,11 @@ from vllm.v1.attention.backend import (
 )
 from vllm.v1.kv_cache_interface import AttentionSpec
 
-from ..facts import Attention, Facts
 from ..formats import FORMATS
 from ..kernels.ahead import wait_for_all
 from ..kernels.cuda import refusal
-from ..refusals import refuse
+from ..refusals.facts import Attention, Facts
+from ..refusals.table import refuse
 from ..settings.options import read_options
 from .context_shard import UNSHARDED, ContextShard, shard_of
 from .routes import longest_fused

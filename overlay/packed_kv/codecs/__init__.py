@@ -7,7 +7,7 @@ import torch
 from ..channel_calibration import ChannelCalibration
 from ..formats import FORMATS, Format
 from ..json_file import printable
-from ..rope import Rope
+from ..model.rope import Rope
 from .codec import Channels, Codec
 from .transform import Numbers
 

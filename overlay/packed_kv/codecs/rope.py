@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from ..layout import MEAN_BLOCK
-from ..rope import Rope, average_length
+from ..model.rope import Rope, average_length
 
 
 @functools.lru_cache(maxsize=16)

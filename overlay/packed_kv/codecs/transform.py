@@ -13,7 +13,7 @@ import torch
 from ..channel_calibration import SCALE_BOUNDS, ChannelCalibration
 from ..formats import INPUT_LIMIT
 from ..layout import MEAN_BLOCK
-from ..rope import Rope
+from ..model.rope import Rope
 from .rope import partner, spectrum_of_blocks
 
 Numbers = Sequence[float] | Sequence[Sequence[float]] | torch.Tensor

@@ -13,7 +13,7 @@ from copy import copy
 from typing import Any, NoReturn
 
 from ..json_file import printable
-from ..refusals import CPU_VERSION
+from ..refusals.table import CPU_VERSION
 
 EXIT_BAD_INPUT = 2
 LONGEST_LINE = 600

@@ -19,20 +19,20 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from ..cache_scheme import said_of_cache
 from ..calibration_file import FILE_NAME, CalibrationError, why_no_file
 from ..calibration_file import load as load_calibration
-from ..config_fields import BadInput, nested
 from ..formats import FORMATS
 from ..json_file import printable
 from ..kernels.cpu.compiler import BuildError, best_target, find_compiler
 from ..kernels.cuda import CAPABILITY, LATENT, LATENT_ROWS, latent_refusal, refusal
 from ..kernels.kernel_cache import cache_folder, why_not_kept
-from ..model_shape import Model, expanded_size, parse
+from ..model.cache_scheme import said_of_cache
+from ..model.config_fields import BadInput, nested
+from ..model.rope import Parameters
+from ..model.shape import Model, expanded_size, parse
 from ..planning.config_file import load, model_name
 from ..planning.plan import layers
-from ..refusals import LEAST_CAPABILITY, refusals_of_model, untried
-from ..rope import Parameters
+from ..refusals.table import LEAST_CAPABILITY, refusals_of_model, untried
 from .arguments import EXIT_BAD_INPUT, GIB, LONGEST_LINE, Parser, installed_vllm
 
 LEAST_PYTHON = (3, 11)

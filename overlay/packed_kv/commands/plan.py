@@ -9,18 +9,18 @@ import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
-from ..config_defaults import Config
-from ..config_fields import BadInput
 from ..formats import ROPE_BITS
 from ..json_file import printable
-from ..model_shape import Model, parse
+from ..model.config_defaults import Config
+from ..model.config_fields import BadInput
+from ..model.shape import Model, parse
 from ..planning import cards
 from ..planning.cache import Serving, check_window
 from ..planning.config_file import load, model_name
 from ..planning.plan import Target, as_json, assumptions, cache_memory, estimate, recommend
 from ..planning.show import check_plot, plot, table
 from ..planning.weights import BITS, weights
-from ..refusals import Refusal, refusals_of_model, untried
+from ..refusals.table import Refusal, refusals_of_model, untried
 from .arguments import EXIT_BAD_INPUT, GIB, LONGEST_LINE, Parser, count, installed_vllm, number, size, tokens, whole
 
 UTILIZATION, BATCHED_TOKENS, RESERVE = 0.92, 8192, 3 * GIB

@@ -43,8 +43,8 @@ def _model(folder: str) -> dict[str, Any]:
     with a calibration file's; or `unreadable`: why vLLM cannot read the config. `has_code`: the model brings code."""
     from vllm.transformers_utils.config import get_config, get_hf_text_config
 
+    from ..model.rope import rope_parameters
     from ..planning.config_file import load
-    from ..rope import rope_parameters
     from ..vllm_compat import unknown_architecture
 
     written, _ = load(folder)

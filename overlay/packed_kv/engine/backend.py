@@ -12,9 +12,9 @@ from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from ..attention.impl import PackedAttentionImpl
 from ..attention.metadata import PackedMetadataBuilder
-from ..facts import Attention, Facts, Layer, Pages
 from ..formats import FORMATS, HEAD_DIM_MULTIPLE
-from ..refusals import refuse
+from ..refusals.facts import Attention, Facts, Layer, Pages
+from ..refusals.table import refuse
 from .capacity import Reporting
 from .names import class_name, registry_name
 from .page_backend import PackedPages

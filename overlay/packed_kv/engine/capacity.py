@@ -21,12 +21,12 @@ from vllm.v1.kv_cache_interface import (
     UniformTypeKVCacheSpecs,
 )
 
-from .. import model_shape
-from ..facts import Cache, Facts, Pages
 from ..formats import FORMATS
 from ..layout import MICRO_BLOCK
-from ..model_shape import DENSE, FP8
-from ..refusals import refuse
+from ..model import shape as model_shape
+from ..model.shape import DENSE, FP8
+from ..refusals.facts import Cache, Facts, Pages
+from ..refusals.table import refuse
 from ..settings.options import read_options
 from ..sharing.fingerprint import fingerprint
 from ..vllm_compat import get_kv_cache_groups

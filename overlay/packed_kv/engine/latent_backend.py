@@ -17,10 +17,10 @@ from ..attention.latent.impl import LatentAttentionImpl
 from ..attention.latent.metadata import LatentMetadataBuilder
 from ..attention.latent.sparse_impl import SparseLatentImpl
 from ..attention.latent.sparse_metadata import SparseLatentBuilder
-from ..facts import Attention, Facts, Latents
 from ..formats import FORMATS
 from ..layout import latent_slot_bytes
-from ..refusals import refuse
+from ..refusals.facts import Attention, Facts, Latents
+from ..refusals.table import refuse
 from .capacity import Reporting
 from .names import latent_registry_name, sparse_registry_name
 from .page_backend import PackedPages

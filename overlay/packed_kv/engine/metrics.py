@@ -16,9 +16,9 @@ from vllm.logger import init_logger
 from vllm.platforms import current_platform
 from vllm.v1.metrics.loggers import StatLoggerBase
 
-from ..config_fields import BadInput
 from ..formats import FORMATS
-from ..model_shape import DENSE, FP8, bytes_per_token, parse
+from ..model.config_fields import BadInput
+from ..model.shape import DENSE, FP8, bytes_per_token, parse
 from ..settings.options import KEY
 
 if TYPE_CHECKING:
@@ -151,7 +151,7 @@ def _has_cpu_kernels() -> bool:
 
 
 def info(config: VllmConfig, fmt: Format) -> dict[str, str]:
-    """Labels of `packed_kv_info`. Bytes are those of one rank; "unknown" for a model that `model_shape` cannot read."""
+    """Labels of `packed_kv_info`. Bytes are of one rank; "unknown" for a model that `model/shape.py` cannot read."""
     from ..settings.calibration import model_folder
     from ..settings.options import AUTO, read_options
     from ..settings.self_calibration import settled_file

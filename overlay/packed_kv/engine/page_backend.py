@@ -11,7 +11,7 @@ from vllm.v1.kv_cache_interface import KVCacheSpec
 
 from ..formats import Format
 from ..layout import MICRO_BLOCK
-from ..refusals import LEAST_CAPABILITY
+from ..refusals.table import LEAST_CAPABILITY
 
 
 class PackedPages:

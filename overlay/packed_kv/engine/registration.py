@@ -21,11 +21,11 @@ from vllm.platforms import current_platform
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 from vllm.v1.kv_cache_interface import KVQuantMode
 
-from ..architectures import PLAIN_SPARSE_LATENTS
-from ..cache_scheme import said_of_cache
-from ..facts import Attention, Cache, Drafts, Facts, Latents, Layer, Parallel, Vllm
 from ..formats import FORMATS, Format
-from ..refusals import refuse
+from ..model.architectures import PLAIN_SPARSE_LATENTS
+from ..model.cache_scheme import said_of_cache
+from ..refusals.facts import Attention, Cache, Drafts, Facts, Latents, Layer, Parallel, Vllm
+from ..refusals.table import refuse
 from ..settings.facts import auto_cache, check_skipped_layers, engine_facts, given_facts
 from ..settings.options import read_options
 from ..vllm_compat import is_patched, keep_rope_from_store, version_without_latents, version_without_rows

@@ -16,13 +16,13 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from ..config_fields import BadInput
-from ..facts import Cache, Engine, Facts, Latents, Pages
 from ..formats import FORMATS
 from ..layout import MICRO_BLOCK, RECENT_TOKENS, choose_ring_block
-from ..model_shape import DENSE, FP8, Layer, Model, recent_slot_bytes, slot_bytes
-from ..model_shape import bytes_per_token as sum_over_layers
-from ..refusals import no_window, refuse
+from ..model.config_fields import BadInput
+from ..model.shape import DENSE, FP8, Layer, Model, recent_slot_bytes, slot_bytes
+from ..model.shape import bytes_per_token as sum_over_layers
+from ..refusals.facts import Cache, Engine, Facts, Latents, Pages
+from ..refusals.table import no_window, refuse
 
 DTYPES = (DENSE, FP8, *FORMATS)
 LATENT_ALIGNMENT = 128

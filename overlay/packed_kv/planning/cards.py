@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..config_fields import BadInput
+from ..model.config_fields import BadInput
 
 MIB = 1 << 20
 

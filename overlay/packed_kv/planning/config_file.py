@@ -8,9 +8,9 @@ from pathlib import Path
 from urllib.error import HTTPError, URLError
 from urllib.request import Request, urlopen
 
-from ..config_defaults import Config
-from ..config_fields import BadInput
 from ..json_file import printable, read_json
+from ..model.config_defaults import Config
+from ..model.config_fields import BadInput
 
 LONGEST_NAME = 1024
 """Characters of a path or of an id of the Hugging Face Hub."""

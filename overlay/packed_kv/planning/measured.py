@@ -15,7 +15,7 @@ import json
 from pathlib import Path
 
 from ..formats import FORMATS
-from ..model_shape import DENSE, Model, recent_slot_bytes, slot_bytes
+from ..model.shape import DENSE, Model, recent_slot_bytes, slot_bytes
 from .cache import Serving, dtype_of, recent_window
 from .cards import CARDS, Card
 from .weights import Weights

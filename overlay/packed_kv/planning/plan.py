@@ -8,12 +8,12 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from ..attention.routes import longest_fused
-from ..cache_scheme import said_of_cache
-from ..config_fields import MODEL_BYTES, BadInput, nested, whole
 from ..formats import FORMATS, ROPE_BITS
 from ..kernels.cuda import COLUMNS, HEAD_DIMS
-from ..model_shape import DENSE, FP8, Model
-from ..refusals import Refused
+from ..model.cache_scheme import said_of_cache
+from ..model.config_fields import MODEL_BYTES, BadInput, nested, whole
+from ..model.shape import DENSE, FP8, Model
+from ..refusals.table import Refused
 from .cache import DTYPES, INDEX_BLOCK, Serving, bytes_per_token, capacity, recent_window
 from .cards import Card
 from .measured import KL, RECALL, STEP, is_measured_h100, kl, recall, step_seconds

@@ -8,9 +8,9 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from ..config_fields import BadInput
 from ..json_file import not_a_file
-from ..refusals import Refused
+from ..model.config_fields import BadInput
+from ..refusals.table import Refused
 from .cache import DTYPES, capacity
 from .plan import Row, Target
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..config_defaults import EXPERT_INNER, EXPERTS, EXPERTS_PER_TOKEN, INNER, SHARED_EXPERTS, Config
-from ..config_fields import MODEL_BYTES, BadInput, listed, nested, whole, word
 from ..json_file import printable, read_json, shown
-from ..layer_kinds import layer_letters
-from ..model_shape import Layer, Model, layer_config, layer_runs
-from ..state_layers import delta_attention, delta_net_channels, has_delta_attention, mamba_channels
+from ..model.config_defaults import EXPERT_INNER, EXPERTS, EXPERTS_PER_TOKEN, INNER, SHARED_EXPERTS, Config
+from ..model.config_fields import MODEL_BYTES, BadInput, listed, nested, whole, word
+from ..model.layer_kinds import layer_letters
+from ..model.shape import Layer, Model, layer_config, layer_runs
+from ..model.state_layers import delta_attention, delta_net_channels, has_delta_attention, mamba_channels
 
 BITS = {"bf16": 16.0, "fp8": 8.0, "int8": 8.0, "int4": 4.25}
 """`--weights` -> bits of a number in a linear layer; of 4 bits, groups of 64 share a scale of 16."""

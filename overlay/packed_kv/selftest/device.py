@@ -9,7 +9,7 @@ import torch
 from ..formats import FORMATS
 from ..kernels.cpu.compiler import BuildError, best_target, find_compiler, processor
 from ..kernels.cuda import refusal
-from ..refusals import LEAST_CAPABILITY
+from ..refusals.table import LEAST_CAPABILITY
 from .checks import SHAPES
 
 GIB = 1 << 30

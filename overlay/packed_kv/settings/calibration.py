@@ -21,10 +21,10 @@ from ..calibration_file import (
     why_no_file,
 )
 from ..channel_calibration import MIXES_NEIGHBOURS
-from ..config_fields import BadInput
 from ..formats import Format
-from ..model_shape import parse
-from ..rope import VARYING, rope_parameters
+from ..model.config_fields import BadInput
+from ..model.rope import VARYING, rope_parameters
+from ..model.shape import parse
 from .options import read_options
 
 if TYPE_CHECKING:

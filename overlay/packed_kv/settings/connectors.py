@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ..facts import Connector
+from ..refusals.facts import Connector
 
 if TYPE_CHECKING:
     from vllm.config import KVTransferConfig

@@ -1,4 +1,4 @@
-"""Facts about an engine from vLLM's configuration, for the rules of `refusals.py`."""
+"""Facts about an engine from vLLM's configuration, for the rules of `refusals/table.py`."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING
 
 from vllm.platforms import current_platform
 
-from ..architectures import LATENT_SINKS
-from ..cache_scheme import asked_cache
-from ..config_fields import all_pick
-from ..facts import Architecture, Cache, Drafts, Engine, Facts, Given, Latents, Layer, Pages, Parallel, Vllm
 from ..formats import FORMATS
-from ..refusals import refuse
+from ..model.architectures import LATENT_SINKS
+from ..model.cache_scheme import asked_cache
+from ..model.config_fields import all_pick
+from ..refusals.facts import Architecture, Cache, Drafts, Engine, Facts, Given, Latents, Layer, Pages, Parallel, Vllm
+from ..refusals.table import refuse
 from ..vllm_compat import (
     builds_draft,
     groups_stay,

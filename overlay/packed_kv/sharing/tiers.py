@@ -19,8 +19,8 @@ from .fingerprint import page_format
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-    from ..facts import Connector
     from ..formats import Format
+    from ..refusals.facts import Connector
 
 logger = init_logger("vllm.packed_kv")
 

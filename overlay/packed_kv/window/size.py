@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from vllm.logger import init_logger
 
 from ..layout import RECENT_TOKENS
-from ..refusals import no_window
+from ..refusals.table import no_window
 from ..settings.facts import engine_facts
 from ..settings.options import OptionError, read_options
 

@@ -9,7 +9,7 @@ from packed_kv.codecs.pages import PagedCodec
 from packed_kv.formats import FORMATS
 from packed_kv.kernels.cpu.compiler import TARGETS, Target, processor
 from packed_kv.layout import ring_slot_bytes
-from packed_kv.rope import Rope
+from packed_kv.model.rope import Rope
 from page_codecs import page_codec
 
 HERE = [target for target in TARGETS if processor()[1].issuperset(target.features)]

@@ -13,8 +13,8 @@ from batches import Batch, gaussian, relative_rms
 from packed_kv import FORMATS
 from packed_kv.kernels.cpu.compiler import TARGETS, Target, processor
 from packed_kv.layout import MEAN_BLOCK
+from packed_kv.model.rope import Rope
 from packed_kv.reference.attention import AttentionOptions
-from packed_kv.rope import Rope
 
 BOUND = 3e-4
 LENGTHS: list[int | tuple[int, int]] = [1, 15, 16, 17, 63, 100, 257, 600]

@@ -10,7 +10,7 @@ from packed_kv.formats import FORMATS
 from packed_kv.kernels.triton.means import Means
 from packed_kv.kernels.triton.rotate import rotation_matrix
 from packed_kv.layout import page_layout
-from packed_kv.rope import Rope
+from packed_kv.model.rope import Rope
 from page_codecs import page_codec
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -14,9 +14,9 @@ from vllm.model_executor.layers.attention.mla_attention import accumulate_mla_co
 
 from ...channel_calibration import UNCALIBRATED, ChannelCalibration
 from ...codecs.latent import LatentCodec
-from ...facts import Attention, Cache, Drafts, Facts, Latents, Layer, Pages
 from ...formats import FORMATS
-from ...refusals import refuse
+from ...refusals.facts import Attention, Cache, Drafts, Facts, Latents, Layer, Pages
+from ...refusals.table import refuse
 from ...settings.calibration import find_calibration
 from ...settings.facts import auto_cache, is_draft
 from ...settings.options import read_options

@@ -19,9 +19,9 @@ import torch
 from vllm.model_executor.layers.attention.mla_attention import MLACommonImpl, reorg_kvcache
 
 from ...codecs.latent import LatentCodec
-from ...facts import Facts, Latents, Parallel
 from ...formats import FORMATS
-from ...refusals import refuse
+from ...refusals.facts import Facts, Latents, Parallel
+from ...refusals.table import refuse
 from ...settings.options import read_options
 from ...vllm_compat import has_own_queries
 from ...window.layer import add_window_layer, window_tokens_of_model

@@ -15,8 +15,8 @@ import torch
 from vllm.model_executor.layers.attention.sparse_mla_attention import SparseMLACommonImpl
 
 from ...codecs.latent_rows import LatentRowCodec
-from ...facts import Attention, Facts, Layer
-from ...refusals import refuse
+from ...refusals.facts import Attention, Facts, Layer
+from ...refusals.table import refuse
 from ...settings.options import read_options
 from ..metadata import longest_decode, most_decode_tokens
 from ..store import LatentStore, reference_latent_store

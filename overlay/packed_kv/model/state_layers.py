@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ..json_file import shown
 from .config_defaults import Config
 from .config_fields import LARGEST_WHOLE, MODEL_BYTES, BadInput, listed, nested, whole, word
-from .json_file import shown
 
 DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 DELTA_NET = ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim")

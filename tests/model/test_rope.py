@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import transformers
-from packed_kv.rope import Rope, rope_parameters
+from packed_kv.model.rope import Rope, rope_parameters
 
 DEFAULT = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 1.0, "mrope_interleaved": False}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 2048}

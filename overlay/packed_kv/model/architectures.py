@@ -1,7 +1,7 @@
 """Names of vLLM's models: whose layers packed pages cannot serve, where no field of a config.json tells it.
 
-`tests/test_architectures.py` reads vLLM's sources and fails for a model with such layers that is not named here. Names
-of architectures are beginnings, so that "Step5" is "Step5ForCausalLM" and "Step5MTP", too. Imports nothing.
+`tests/model/test_architectures.py` reads vLLM's sources and fails for a model with such layers that is not named here.
+Names of architectures are beginnings, so that "Step5" is "Step5ForCausalLM" and "Step5MTP", too. Imports nothing.
 """
 
 from __future__ import annotations

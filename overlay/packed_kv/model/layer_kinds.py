@@ -5,9 +5,9 @@ Families of models say it in their own ways, or leave it out. Imports no torch a
 
 from __future__ import annotations
 
+from ..json_file import printable
 from .config_defaults import Config
 from .config_fields import PICKING_KINDS, BadInput, listed, nested, picks_tokens, whole, word
-from .json_file import printable
 from .state_layers import has_delta_attention
 
 KINDS = {

@@ -1,5 +1,5 @@
-"""The names of `architectures.py` against vLLM's sources: a model whose layers are not plain causal ones is refused by
-its config.json, unless a table here says under which config it is, or why it is served."""
+"""The names of `model/architectures.py` against vLLM's sources: a model whose layers are not plain causal ones is
+refused by its config.json, unless a table here says under which config it is, or why it is served."""
 
 from __future__ import annotations
 
@@ -12,9 +12,11 @@ from typing import Any
 import pytest
 from checkout import REPO
 from model_scan import Scan
-from packed_kv import architectures, config_facts, refusals
 from packed_kv.commands import doctor, plan
-from packed_kv.refusals import refusals_of_model
+from packed_kv.model import architectures
+from packed_kv.refusals import config_facts
+from packed_kv.refusals import table as refusals
+from packed_kv.refusals.table import refusals_of_model
 from packed_kv_patches import wheels
 from packed_kv_patches.survey import Tree
 

@@ -1,8 +1,9 @@
-"""Facts about a model from its config.json, for the rules of `refusals.py`. No torch."""
+"""Facts about a model from its config.json, for the rules of `refusals/table.py`. No torch."""
 
 from __future__ import annotations
 
-from .architectures import (
+from ..json_file import printable
+from ..model.architectures import (
     ALIBI,
     DRAFTS_WITHOUT_A_CACHE,
     ENCODER_DECODERS,
@@ -12,11 +13,10 @@ from .architectures import (
     IMAGE_PREFIXES,
     LATENT_SINKS,
 )
-from .cache_scheme import asked_cache
-from .config_defaults import Config
-from .config_fields import all_pick, listed, nested, reads_latents, text_config, whole, word
+from ..model.cache_scheme import asked_cache
+from ..model.config_defaults import Config
+from ..model.config_fields import all_pick, listed, nested, reads_latents, text_config, whole, word
 from .facts import Architecture, Attention, Cache, Facts, Latents, Layer, Pages
-from .json_file import printable
 
 
 def facts_of_config(config: Config) -> Facts:

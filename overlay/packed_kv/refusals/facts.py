@@ -1,4 +1,4 @@
-"""Facts about an engine, its model and one of its layers, read by the rules of `refusals.py`. No torch.
+"""Facts about an engine, its model and one of its layers, read by the rules of `refusals/table.py`. No torch.
 
 Each record has the facts of one subject; None: not known.
 """

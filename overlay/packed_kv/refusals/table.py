@@ -2,7 +2,7 @@
 
 A rule reads facts and returns what it objects to, or nothing. An unknown fact is None and never refuses.
 The engine reads facts from vLLM's configuration and its layers, `plan` and `doctor` from config.json. `python -m
-packed_kv.refusals` prints the table of docs/models.md. Imports no torch and no vLLM."""
+packed_kv.refusals.table` prints the table of docs/models.md. Imports no torch and no vLLM."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ import re
 from collections.abc import Callable
 from typing import NamedTuple
 
-from .architectures import (
+from ..formats import FORMATS, GROUP_SIZE, HEAD_DIM_MULTIPLE, fits_value_dim
+from ..json_file import printable
+from ..layout import MEAN_BLOCK, MICRO_BLOCK
+from ..model.architectures import (
     BOTH_WAYS,
     IGNORES_KV_CACHE_DTYPE,
     LAYER_OPTIONS,
@@ -22,13 +25,10 @@ from .architectures import (
     SPARSE_LATENTS,
     TRIED,
 )
-from .config_defaults import Config
+from ..model.config_defaults import Config
+from ..model.shape import MAX_PADDING, Model
 from .config_facts import facts_of_config
 from .facts import Cache, Connector, Facts, Layer, Vllm
-from .formats import FORMATS, GROUP_SIZE, HEAD_DIM_MULTIPLE, fits_value_dim
-from .json_file import printable
-from .layout import MEAN_BLOCK, MICRO_BLOCK
-from .model_shape import MAX_PADDING, Model
 
 AUTO_OPTION = "--kv-cache-dtype auto"
 AUTO = f"use {AUTO_OPTION} for this model"

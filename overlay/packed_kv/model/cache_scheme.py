@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from .config_defaults import Config
 from .config_fields import nested, word
-from .model_shape import FP8
+from .shape import FP8
 
 
 def asked_cache(quantization: Config) -> str:

@@ -11,9 +11,10 @@ from typing import NamedTuple
 import pytest
 from checkout import REPO
 from coverage_models import MODELS
-from packed_kv.architectures import IGNORES_KV_CACHE_DTYPE
 from packed_kv.commands import doctor, plan
-from packed_kv.facts import (
+from packed_kv.model.architectures import IGNORES_KV_CACHE_DTYPE
+from packed_kv.model.shape import parse
+from packed_kv.refusals.facts import (
     Architecture,
     Attention,
     Cache,
@@ -28,8 +29,7 @@ from packed_kv.facts import (
     Record,
     Vllm,
 )
-from packed_kv.model_shape import parse
-from packed_kv.refusals import (
+from packed_kv.refusals.table import (
     CONNECTORS,
     RULES,
     WINDOW_RULES,
@@ -442,10 +442,10 @@ def test_plan_and_doctor_refuse_latents_with_an_older_vllm(
 
 
 def test_the_docs_have_the_table() -> None:
-    """`python -m packed_kv.refusals` prints it, without vLLM."""
+    """`python -m packed_kv.refusals.table` prints it, without vLLM."""
     page = (REPO / "docs" / "models.md").read_text()
-    begin, end = "<!-- tables of packed_kv.refusals -->\n", "\n<!-- end of the tables -->"
+    begin, end = "<!-- tables of packed_kv.refusals.table -->\n", "\n<!-- end of the tables -->"
     assert page[page.index(begin) + len(begin) : page.index(end)] == markdown()
-    command = [sys.executable, "-S", "-m", "packed_kv.refusals"]
+    command = [sys.executable, "-S", "-m", "packed_kv.refusals.table"]
     run = subprocess.run(command, capture_output=True, text=True, env={"PYTHONPATH": str(REPO / "overlay")}, check=True)
     assert run.stdout.strip() == markdown()

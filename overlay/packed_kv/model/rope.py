@@ -6,8 +6,8 @@ from __future__ import annotations
 import math
 from typing import Any, NamedTuple
 
+from ..json_file import shown
 from .config_fields import text_config
-from .json_file import shown
 
 Parameters = dict[str, Any]
 

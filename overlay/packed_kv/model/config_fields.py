@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+from ..json_file import shown
 from .config_defaults import LAYERS, Config, text_type, with_defaults
-from .json_file import shown
 
 MODEL_BYTES = 2
 """Bytes of a number of weights, activations and pages: by default vLLM serves a config's float32 in bf16."""

@@ -9,6 +9,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
+from ..formats import FORMATS, ROPE_BITS
+from ..json_file import printable
+from ..layout import latent_slot_bytes, ring_slot_bytes
 from .config_defaults import HEAD_DIM, HEADS, HIDDEN, KV_HEADS, LAYERS, LENGTHS, Config
 from .config_fields import (
     EXPANDED_LATENTS,
@@ -23,10 +26,7 @@ from .config_fields import (
     whole,
     word,
 )
-from .formats import FORMATS, ROPE_BITS
-from .json_file import printable
 from .layer_kinds import layer_kinds
-from .layout import latent_slot_bytes, ring_slot_bytes
 from .state_layers import state_of
 
 DENSE, FP8 = "bf16", "fp8"
