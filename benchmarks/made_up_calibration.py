@@ -7,7 +7,8 @@ import json
 import random
 from pathlib import Path
 
-from packed_kv.calibration_file import FILE_NAME, RECIPES, VERSION
+from packed_kv.calibration_content import RECIPES, VERSION
+from packed_kv.calibration_file import FILE_NAME
 from packed_kv.formats import FORMATS
 from packed_kv.model.rope import rope_parameters
 

@@ -26,8 +26,8 @@ from typing import Any
 import torch
 import transformers
 from packed_kv import FORMATS, get_codec
-from packed_kv.calibration_file import LayerCalibration, load
-from packed_kv.channel_calibration import UNCALIBRATED, ChannelCalibration
+from packed_kv.calibration_file import load
+from packed_kv.channel_calibration import UNCALIBRATED, ChannelCalibration, LayerCalibration
 from packed_kv.codecs import ring
 from packed_kv.codecs.latent import LatentCodec
 from packed_kv.formats import Format

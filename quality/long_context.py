@@ -32,7 +32,8 @@ import torch
 import transformers
 from format_error import print_table
 from packed_kv import FORMATS
-from packed_kv.calibration_file import Calibration, LayerCalibration, load
+from packed_kv.calibration_file import Calibration, load
+from packed_kv.channel_calibration import LayerCalibration
 from packed_kv.codecs.pages import PagedCodec
 from packed_kv.codecs.transform import ChannelTransform
 from packed_kv.layout import RECENT_TOKENS

@@ -30,7 +30,8 @@ import torch
 import transformers
 from latent_quality import BOTH_ROPES, Coding, append_row, channels_of, e4m3, expand_coded, text_rows
 from packed_kv import FORMATS
-from packed_kv.calibration_file import LayerCalibration, load
+from packed_kv.calibration_file import load
+from packed_kv.channel_calibration import LayerCalibration
 from packed_kv.codecs.latent_rows import LatentRowCodec
 from packed_kv_quality.teacher_forced import token_kl
 from sparse_model import ATTENTION, best_picks, causal, exact, index_scores, install

@@ -14,7 +14,8 @@ from typing import Any
 import packed_kv
 import pytest
 from calibration_files import BEFORE_ROPE, MEANS, ORDERS, OUTLIERS, SCALES, content, write
-from packed_kv import calibration_file as outliers
+from packed_kv import calibration_content
+from packed_kv.calibration_content import RECIPES
 from packed_kv.calibration_file import CalibrationError, heads_of_rank, load
 from packed_kv.formats import FORMATS
 from packed_kv.json_file import printable
@@ -264,7 +265,7 @@ FIELDS = {
 """Names of `LayerCalibration.known`, which fingerprints hold -> fields of a layer in the file."""
 
 
-@pytest.mark.parametrize("recipe", outliers.RECIPES)
+@pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("head_size", [64, 96, 128, 256])
 def test_what_is_read(recipe: str, head_size: int, tmp_path: Path) -> None:
     count = FORMATS[recipe].outlier_channels(head_size)
@@ -428,7 +429,7 @@ def test_schema_accepts(version: int, schema) -> None:
 def test_schema_has_the_fields_that_are_read(schema) -> None:
     of_file = schema.schema
     parts = of_file, of_file["$defs"]["layer"], of_file["properties"]["ropes"]["items"]
-    assert [set(part["properties"]) for part in parts] == [*outliers.FIELDS.values()]
+    assert [set(part["properties"]) for part in parts] == [*calibration_content.FIELDS.values()]
 
 
 @pytest.mark.parametrize("what", REFUSED)

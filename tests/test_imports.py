@@ -12,13 +12,22 @@ from checkout import REPO
 PACKAGE = REPO / "overlay" / "packed_kv"
 FLOORS = (
     "formats", "layout", "json_file", "child_process", "model", "refusals",
-    "channel_calibration", "calibration_file", "codecs", "reference", "kernels",
+    "channel_calibration", "calibration_content", "calibration_file", "codecs", "reference", "kernels",
     "vllm_compat", "settings", "window", "attention", "sharing", "engine", "plugin",
 )  # fmt: skip
 """Rooms from the bottom up. A module imports its own room and those below it."""
 BESIDE = {
     "__init__": {"formats", "codecs"},
-    "transformers": {"formats", "layout", "json_file", "model", "calibration_file", "codecs", "kernels"},
+    "transformers": {
+        "formats",
+        "layout",
+        "json_file",
+        "model",
+        "channel_calibration",
+        "calibration_file",
+        "codecs",
+        "kernels",
+    },
     "lmcache": {"formats", "codecs"},
     "selftest": {
         "formats",
@@ -51,7 +60,7 @@ PROBE = "commands.probe"
 """Imports vLLM, in a process of its own."""
 NO_TORCH = {
     "formats", "layout", "json_file", "child_process", "model", "refusals",
-    "channel_calibration", "calibration_file", "planning", "commands",
+    "channel_calibration", "calibration_content", "calibration_file", "planning", "commands",
 }  # fmt: skip
 THIRD_PARTY = {"torch", "triton", "vllm", "transformers"}
 

@@ -10,8 +10,6 @@ from checkout import REPO
 
 ROOMS = ("overlay", "calibration", "quality", "vllm_patches", "scripts", "benchmarks", "examples", "tests")
 MOST, MOST_OF_INIT = 12, 8
-KERNELS = ("triton.jit",)
-"""Decorators of functions that are launched: each tensor, stride and constant is a parameter of its own."""
 EXCEPTIONS = {
     "vLLM gives these arguments": (
         "overlay/packed_kv/attention/impl.py PackedAttentionImpl",
@@ -29,6 +27,22 @@ EXCEPTIONS = {
     "constants that a kernel is compiled with": (
         "overlay/packed_kv/kernels/cuda/launch.py Variant",
         "overlay/packed_kv/kernels/kernel_layout.py KernelLayout",
+    ),
+    "Triton kernels whose arguments are no records yet": (
+        "overlay/packed_kv/kernels/cuda/schedule.py _schedule_kernel",
+        "overlay/packed_kv/kernels/triton/combine.py _combine_kernel",
+        "overlay/packed_kv/kernels/triton/decode.py _decode_kernel",
+        "overlay/packed_kv/kernels/triton/gather.py _unrotate_kernel",
+        "overlay/packed_kv/kernels/triton/latent_decode.py _decode_latents_kernel",
+        "overlay/packed_kv/kernels/triton/latent_decode.py _merge_latents_kernel",
+        "overlay/packed_kv/kernels/triton/latent_ring.py _attend_latent_ring_kernel",
+        "overlay/packed_kv/kernels/triton/latent_ring.py _gather_latent_ring_kernel",
+        "overlay/packed_kv/kernels/triton/latent_rows.py _gather_rows_kernel",
+        "overlay/packed_kv/kernels/triton/merge.py _merge_kernel",
+        "overlay/packed_kv/kernels/triton/ring.py _gather_ring_kernel",
+        "overlay/packed_kv/kernels/triton/ring.py _plan_kernel",
+        "overlay/packed_kv/kernels/triton/ring.py attend_ring",
+        "overlay/packed_kv/kernels/triton/sparse_picks.py _merge_picks_kernel",
     ),
     "columns of a table that is printed or written to a file": (
         "overlay/packed_kv/planning/plan.py Row",
@@ -81,7 +95,7 @@ def long_ones(source: str) -> Iterator[str]:
             inits = [line for line in node.body if isinstance(line, ast.FunctionDef) and line.name == "__init__"]
             is_long = max([fields(node), *map(count, inits)]) > MOST_OF_INIT
         elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name != "__init__":
-            is_long = count(node) > MOST and not any(called(name) in KERNELS for name in node.decorator_list)
+            is_long = count(node) > MOST
         else:
             continue
         if is_long:
@@ -107,7 +121,7 @@ def test_all_kinds_of_signatures_are_counted() -> None:
         f"def F({', '.join(names)}): ...": ["F"],
         f"async def F({', '.join(names[:6])}, *, {', '.join(names[6:])}): ...": ["F"],
         f"def F({', '.join(names[:12])}, *args, **more): ...": [],
-        f"@triton.jit(a=1)\ndef F({', '.join(names)}): ...": [],
+        f"@triton.jit(a=1)\ndef F({', '.join(names)}): ...": ["F"],
         f"class C:\n    def f(self, {', '.join(names[:12])}): ...": [],
         f"class C:\n    def __init__(self, {', '.join(names[:9])}): ...": ["C"],
         f"class C:\n    def __init__(self, {', '.join(names[:8])}): ...": [],

@@ -11,7 +11,8 @@ import torch
 from calibration_files import content, write
 from checkout import DEMO_MODEL, REPO
 from packed_kv import FORMATS, get_codec
-from packed_kv.calibration_file import CalibrationError, LayerCalibration, load
+from packed_kv.calibration_file import CalibrationError, load
+from packed_kv.channel_calibration import LayerCalibration
 from packed_kv.codecs import ring
 from packed_kv.codecs.pages import PagedCodec
 from packed_kv.layout import MEAN_BLOCK

@@ -10,7 +10,7 @@ from pathlib import Path
 from packed_kv import formats
 from packed_kv.commands.arguments import Parser
 
-from . import pins, tree, wheels
+from . import pins, private, tree, wheels
 from . import survey as surveys
 from .pins import PatchError
 from .tree import EXIT_CHANGED, State
@@ -89,7 +89,7 @@ def verify(options: argparse.Namespace) -> int:
             for wheel in pin.wheels if asked else ():
                 if options.distribution not in (None, wheel.distribution):
                     continue
-                found = wheels.check(pin, wheel, options.wheels)
+                found = wheels.check(pin, wheel, options.wheels, private.faults)
                 result = "FAILED" if found else "ok"
                 _say(f"{wheel.distribution} {pin.version}: {len(pin.series())} patches, {result}")
                 faults += found

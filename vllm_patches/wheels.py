@@ -6,22 +6,31 @@ import subprocess
 import sys
 import tempfile
 import zipfile
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from .pins import PatchError, Pin, Wheel, sha256
+from .survey import Tree
 
 PLATFORMS = ("manylinux_2_28_x86_64", "manylinux_2_31_x86_64", "manylinux_2_34_x86_64", "manylinux_2_17_x86_64",
              "manylinux2014_x86_64")  # fmt: skip
 PYTHON = "3.12"
 
 
-def check(pin: Pin, wheel: Wheel, wheels: Path | None) -> list[str]:
-    """Every fault of the series on this wheel, which is found below ``wheels`` or downloaded."""
+def check(
+    pin: Pin, wheel: Wheel, wheels: Path | None, names: Callable[[Tree, str], Iterable[str]] = lambda tree, version: ()
+) -> list[str]:
+    """Every fault of the series on this wheel, which is found below ``wheels`` or downloaded, and those of its
+    ``names``."""
+
+    def faults(path: Path) -> list[str]:
+        return _check_file(pin, wheel, path) or list(names(Tree(path), pin.version))
+
     if wheels is not None:
         found = sorted(wheels.rglob(wheel.file))
-        return _check_file(pin, wheel, found[0]) if found else [f"{wheel.file}: not found below {wheels}"]
+        return faults(found[0]) if found else [f"{wheel.file}: not found below {wheels}"]
     with tempfile.TemporaryDirectory(prefix="packed-kv-patch-") as folder:
-        return _check_file(pin, wheel, download(f"{wheel.distribution}=={pin.version}", Path(folder)))
+        return faults(download(f"{wheel.distribution}=={pin.version}", Path(folder)))
 
 
 def download(requirement: str, folder: Path) -> Path:

@@ -9,7 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from packed_kv.calibration_file import FILE_NAME, RECIPES, CalibrationError, load
+from packed_kv.calibration_content import RECIPES
+from packed_kv.calibration_file import FILE_NAME, CalibrationError, load
 from packed_kv.child_process import EXIT_INTERRUPTED, end_with
 from packed_kv.commands.arguments import EXIT_BAD_INPUT, LONGEST_LINE, Parser, given_of
 from packed_kv.json_file import printable

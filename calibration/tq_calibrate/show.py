@@ -8,7 +8,8 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-from packed_kv.calibration_file import Calibration, LayerCalibration, load
+from packed_kv.calibration_file import Calibration, load
+from packed_kv.channel_calibration import LayerCalibration
 from packed_kv.layout import MEAN_BLOCK
 from packed_kv.model.rope import Rope, average_length
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import torch
-from packed_kv.calibration_file import RECIPES
+from packed_kv.calibration_content import RECIPES
 from packed_kv.formats import FORMATS, GROUP_SIZE, HEAD_DIM_MULTIPLE
 
 from .errors import UserError, differ

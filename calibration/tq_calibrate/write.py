@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from packed_kv.calibration_file import CODEBOOK_VERSION, TRANSFORM_VERSION, VERSION, load
+from packed_kv.calibration_content import CODEBOOK_VERSION, TRANSFORM_VERSION, VERSION
+from packed_kv.calibration_file import load
 from packed_kv.json_file import not_a_file
 
 from .choose import LayerChoice

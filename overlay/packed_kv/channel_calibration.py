@@ -1,4 +1,4 @@
-"""Calibrated channels of K or V, in the shapes that codecs take. Imports no torch and no vLLM."""
+"""Calibrated channels of K and V, in the shapes that codecs take. Imports no torch and no vLLM."""
 
 from __future__ import annotations
 
@@ -63,3 +63,31 @@ class ChannelCalibration:
 
 
 UNCALIBRATED = ChannelCalibration()
+
+
+@dataclass(frozen=True)
+class LayerCalibration:
+    """A layer's channels of K and V, by KV head of the whole model: rows are `[KV heads][channels]`.
+
+    Both have `outlier_channels`. A `first_mean` is never without a `mean`; V has no means.
+    """
+
+    key: ChannelCalibration = UNCALIBRATED
+    value: ChannelCalibration = UNCALIBRATED
+
+    @property
+    def kv_heads(self) -> int:
+        return len(self.key.outlier_channels)
+
+    def taken_by(self, fmt: Format) -> LayerCalibration:
+        """The parts that a format stores K and V with."""
+        return LayerCalibration(self.key.taken_by(fmt, "key"), self.value.taken_by(fmt, "value"))
+
+    def map_rows(self, change: Callable[[Any], Any]) -> LayerCalibration:
+        """The same with `change` of every part that has rows."""
+        return LayerCalibration(self.key.map_rows(change), self.value.map_rows(change))
+
+    def known(self) -> dict[str, Any]:
+        """The parts that are not None: "key_mean", "value_scale" and so on. Fingerprints hold these names."""
+        roles = (("key", self.key), ("value", self.value))
+        return {f"{role}_{name}": part for role, channels in roles for name, part in channels.known().items()}

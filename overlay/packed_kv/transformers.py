@@ -22,7 +22,8 @@ import torch
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 from transformers.utils import logging
 
-from .calibration_file import Calibration, LayerCalibration, heads_in_words, load
+from .calibration_file import Calibration, heads_in_words, load
+from .channel_calibration import LayerCalibration
 from .codecs import format_named, ring
 from .codecs.pages import PagedCodec
 from .json_file import printable

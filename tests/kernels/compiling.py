@@ -13,6 +13,7 @@ import pickle
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,13 +25,14 @@ from machine_code import dump, resources
 class Case:
     """One variant of a kernel.
 
-    `kernel` is "module:function"; `types` the triton types ("*u8", "i32") of its arguments that are not constexpr;
-    `constants` the constexpr ones. Arguments in `types` are taken to be multiples of 16 unless listed in `unaligned`.
+    `kernel` is "module:function"; `types` the triton types ("*u8", "i32") of its arguments that are not constexpr, of
+    records by field; `constants` the constexpr ones. Arguments in `types` are taken to be multiples of 16 unless listed
+    in `unaligned`.
     """
 
     kernel: str
     arch: int
-    types: dict[str, str]
+    types: dict[str, Any]
     constants: dict[str, Any]
     options: dict[str, Any] = field(default_factory=dict)
     unaligned: tuple[str, ...] = ()
@@ -80,6 +82,15 @@ def check_look_ups(stored: Resources) -> None:
     assert not re.search(rf"convert_layout .*: tensor<{lanes.pop()}x[if]32,", stored.ttgir)
 
 
+def _leaves(place: tuple[int, ...], kind: Any) -> Iterator[tuple[tuple[int, ...], str]]:
+    """The places and types of an argument, or of a record's fields."""
+    if isinstance(kind, tuple):
+        for i, field_type in enumerate(kind):
+            yield from _leaves((*place, i), field_type)
+    else:
+        yield place, kind
+
+
 def _compile(case: Case) -> dict[str, Any]:
     import triton
     from triton.backends.compiler import GPUTarget
@@ -90,9 +101,11 @@ def _compile(case: Case) -> dict[str, Any]:
     names = kernel.arg_names
     signature = {name: "constexpr" if name in case.constants else case.types[name] for name in names}
     attributes = {
-        (i,): [["tt.divisibility", 16]]
+        place: [["tt.divisibility", 16]]
         for i, name in enumerate(names)
-        if name in case.types and name not in case.unaligned and not signature[name].startswith("fp")
+        if name in case.types and name not in case.unaligned
+        for place, kind in _leaves((i,), signature[name])
+        if not kind.startswith("fp")
     }
     compiled = triton.compile(
         ASTSource(kernel, signature, constexprs=case.constants, attrs=attributes),

@@ -13,7 +13,8 @@ from packed_kv.formats import Format
 from packed_kv.kernels import power_of_2
 from packed_kv.kernels.cuda.schedule import Scheduler
 from packed_kv.kernels.kernel_layout import kernel_layout
-from packed_kv.kernels.triton import decode, gather, means, merge, ring, rotate, store
+from packed_kv.kernels.triton import decode, gather, means, merge, ring, store
+from packed_kv.kernels.triton.quantize import Transform
 from packed_kv.layout import MEAN_BLOCK, page_layout, ring_layout
 
 ARCHITECTURES = (80, 90, 100, 120)
@@ -23,6 +24,7 @@ without half words."""
 LOOKED_UP = {name: 4 in (FORMATS[name].bits, FORMATS[name].outlier_bits) for name in STORED}
 """Name -> whether it has codes of 4 bits, whose levels are looked up."""
 MEAN_BLOCKS = 512
+ROTATION = means.Rotation("*fp16", "i32", "i32", "i32", "fp32", "*fp32", "i32")
 
 TWO_SIZES = ("tq4",)
 """Names that are also stored with V of fewer channels than K."""
@@ -33,30 +35,27 @@ RING_BLOCK = {"tq4": 8, "turboquant25": 4}
 def store_case(
     fmt: Format, arch: int, calibrated: bool, head_dim: int = 128, query_group: int = 0, value_dim: int | None = None
 ) -> Case:
-    strides = ("cache_block", "cache_head", "key_token", "key_head", "value_token", "value_head", "key_channels",
-               "value_channels", "key_table", "value_table", "ring_block", "ring_head",
-               "query_token", "query_head", "matrix_head", "means_head")  # fmt: skip
+    blocks, vectors = store.Blocks("*u8", "i32", "i32"), store.Vectors("i32", "i32", "*i64", "i32", "*fp32", "i32")
+    layer = store.StoreLayer(blocks, vectors, vectors, "*fp32", "*fp32", blocks)
+    mean_blocks = (MEAN_BLOCKS, MEAN_BLOCK) if calibrated else (1, 0)
+    layout = kernel_layout(page_layout(fmt, head_dim))
+    constants = store.StoreConstants(
+        8, (16, RING_BLOCK.get(fmt.name, 0)), Transform(fmt.rotation, calibrated, calibrated, calibrated, *mean_blocks),
+        (head_dim, value_dim or head_dim), layout, store.rows_of(layout),
+    )  # fmt: skip
+    queries = None
+    if query_group:
+        programs = means.bias_programs(MEAN_BLOCKS) if calibrated else 0
+        queries = means.QueryConstants(8, query_group, head_dim, layout.head_dim, programs, *mean_blocks)
     return Case(
         kernel="packed_kv.kernels.triton.store:store_kernel",
         arch=arch,
         types=dict(
-            cache_ptr="*u8", slots_ptr="*i64", tokens="i32", key_ptr="*bf16", value_ptr="*bf16", constants_ptr="*fp32",
-            key_channels_ptr="*i64", value_channels_ptr="*i64", ring_ptr="*u8", ring_slots_ptr="*i32",
-            ring_tokens="i32", positions_ptr="*i64", key_table_ptr="*fp32", value_table_ptr="*fp32",
-            query_ptr="*bf16", rotated_ptr="*fp16", query_bias_ptr="*fp32", query_rows="i32", columns_ptr="*fp16",
-            query_scale="fp32", means_ptr="*fp32", spectrum_ptr="*fp32",
-            **{f"{name}_stride": "i32" for name in strides},
+            key_ptr="*bf16", value_ptr="*bf16", query_ptr="*bf16", slots_ptr="*i64", tokens="i32", positions_ptr="*i64",
+            ring_slots_ptr="*i32", ring_tokens="i32", query_targets=("*fp16", "*fp32"), query_rows="i32",
+            fixed=(layer, ROTATION),
         ),
-        constants=dict(
-            QUERY_GROUP=query_group, QUERY_DIM=head_dim, QUERY_ROWS=rotate.QUERY_ROWS,
-            QUERY_CHANNELS=rotate.QUERY_CHANNELS, PADDED_DIM=power_of_2(head_dim),
-            BIAS_PROGRAMS=means.bias_programs(MEAN_BLOCKS) if calibrated else 0, COLUMNS=means.COLUMNS,
-            MEAN_BLOCKS=MEAN_BLOCKS if calibrated else 1, MEAN_BLOCK_TOKENS=MEAN_BLOCK if calibrated else 0,
-            VALUE_DIM=value_dim or head_dim, HAS_POSITIONS=calibrated,
-            HEADS=8, BLOCK_SIZE=16, ROWS=store.ROWS, ORDERED=calibrated, TRANSFORMED=calibrated,
-            HAS_PAGES=True, RING_BLOCK=RING_BLOCK.get(fmt.name, 0), HEAD_DIM=head_dim,
-            ROTATION=fmt.rotation, LAYOUT=kernel_layout(page_layout(fmt, head_dim)),
-        ),
+        constants=dict(CONSTANTS=store.PairConstants(constants, queries)),
         options=dict(num_warps=1, enable_fp_fusion=False),
         unaligned=("tokens", "ring_tokens", "slots_ptr", "ring_slots_ptr", "query_rows"),
     )  # fmt: skip
@@ -286,15 +285,11 @@ def rotate_query_case() -> Case:
         kernel="packed_kv.kernels.triton.rotate:_rotate_query_kernel",
         arch=90,
         types=dict(
-            query="*bf16", positions="*i64", rotated="*fp16", bias="*fp32", rows="i32", columns="*fp16",
-            token_stride="i32", head_stride="i32", matrix_head_stride="i32", scale="fp32", means="*fp32",
-            means_head_stride="i32", spectrum="*fp32",
+            query="*bf16", positions="*i64", rotated="*fp16", bias="*fp32", rows="i32", rotation=ROTATION,
+            spectrum="*fp32",
         ),
         constants=dict(
-            KV_HEADS=8, QUERY_GROUP=4, QUERY_DIM=80, HEAD_DIM=96, PADDED_DIM=128, CHANNELS=rotate.QUERY_CHANNELS,
-            ROWS=rotate.QUERY_ROWS,
-            BIAS_PROGRAMS=means.bias_programs(MEAN_BLOCKS), MEAN_BLOCKS=MEAN_BLOCKS, MEAN_BLOCK_TOKENS=MEAN_BLOCK,
-            COLUMNS=means.COLUMNS,
+            QUERIES=means.QueryConstants(8, 4, 80, 96, means.bias_programs(MEAN_BLOCKS), MEAN_BLOCKS, MEAN_BLOCK)
         ),
         options=dict(num_warps=1),
         unaligned=("rows", "positions"),

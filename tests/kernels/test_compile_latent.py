@@ -8,9 +8,9 @@ import pytest
 from compiling import EXACT_FMAS, Case, check_look_ups, compile_kernels
 from packed_kv.formats import FORMATS, Format
 from packed_kv.kernels.kernel_layout import kernel_layout, latent_row_layout, rope_layout
-from packed_kv.kernels.triton import latent_decode, latent_gather, latent_ring, latent_rows
-from packed_kv.kernels.triton.latent_store import ROPE_CHANNELS, parts_of
-from packed_kv.kernels.triton.store import rows_of
+from packed_kv.kernels.triton import latent_decode, latent_gather, latent_ring, latent_rows, store
+from packed_kv.kernels.triton.latent_store import parts_of
+from packed_kv.kernels.triton.quantize import Transform
 from packed_kv.layout import latent_layout, ring_layout, row_layout
 
 RANK, ROPE_DIM = 512, 64
@@ -56,20 +56,22 @@ def test_decode_compiles(name: str, arch: int, rope_bits: int) -> None:
 
 
 def store_case(fmt: Format, arch: int, rope_bits: int) -> Case:
+    layout = kernel_layout(latent_layout(fmt, RANK, ROPE_DIM, rope_bits))
+    vectors = store.Vectors("i32", "i32", "*i64", "i32", "*fp32", "i32")
+    blocks = store.Blocks("*u8", "i32", "i32")
+    constants = store.StoreConstants(
+        1, (16, 4), Transform(fmt.rotation, True, True, False, 1, 0), (RANK, RANK), layout, store.rows_of(layout),
+        None, parts_of(layout),
+    )  # fmt: skip
     return Case(
         kernel="packed_kv.kernels.triton.latent_store:store_latents_kernel",
         arch=arch,
         types=dict(
-            latent_ptr="*bf16", rope_ptr="*bf16", slots_ptr="*i64", tokens="i32", split="i32", cache_ptr="*u8",
-            cache_block_stride="i32", latent_token_stride="i32", rope_token_stride="i32", constants_ptr="*fp32",
-            channels_ptr="*i64", table_ptr="*fp32", spectrum_ptr="*fp32", ring_slots_ptr="*i32", ring_tokens="i32",
-            ring_ptr="*u8", ring_block_stride="i32",
+            latent_ptr="*bf16", rope_ptr="*bf16", slots_ptr="*i64", tokens="i32", split="i32", ring_slots_ptr="*i32",
+            ring_tokens="i32", layer=store.StoreLayer(blocks, vectors, vectors, "*fp32", "*fp32", blocks),
+            rope_token_stride="i32",
         ),
-        constants=dict(
-            HAS_PAGES=True, RING_BLOCK=4, TRANSFORMED=True, ORDERED=True, ROTATION=fmt.rotation, BLOCK_SIZE=16,
-            RANK=RANK, ROWS=rows_of(sizes(fmt)["LAYOUT"]), ROPE_CHANNELS=ROPE_CHANNELS,
-            PARTS=parts_of(sizes(fmt)["LAYOUT"]), ROW=None, **sizes(fmt, rope_bits),
-        ),
+        constants=dict(STORE=constants, ROPE=rope_layout(latent_layout(fmt, RANK, ROPE_DIM, rope_bits))),
         options=dict(num_warps=1, enable_fp_fusion=False),
         unaligned=("tokens", "split", "slots_ptr", "ring_tokens", "ring_slots_ptr"),
     )  # fmt: skip
@@ -85,7 +87,7 @@ def test_look_ups_stay_in_their_lanes() -> None:
 @pytest.mark.parametrize(("arch", "rope_bits"), [(80, 16), (90, 8), (100, 16)])
 def test_store_and_gather_stay_in_registers(arch: int, rope_bits: int) -> None:
     fmt = FORMATS["turboquant25"]
-    store = store_case(fmt, arch, rope_bits)
+    storing = store_case(fmt, arch, rope_bits)
     gather = Case(
         kernel="packed_kv.kernels.triton.latent_gather:_gather_latents_kernel",
         arch=arch,
@@ -97,7 +99,7 @@ def test_store_and_gather_stay_in_registers(arch: int, rope_bits: int) -> None:
         options=dict(num_warps=latent_gather.MICRO_BLOCKS, num_stages=1),
         unaligned=("rows", "block_table", "starts", "first_rows", "table_stride"),
     )  # fmt: skip
-    stored, gathered = compile_kernels([store, gather])
+    stored, gathered = compile_kernels([storing, gather])
     assert not stored.spills and not gathered.spills
     assert "fma" not in stored.ptx and stored.count("FFMA") == 0  # bytes are the codec's
 
@@ -109,8 +111,9 @@ def test_rows_stay_in_registers(name: str, arch: int, rope_bits: int) -> None:
     """Rows are loaded by 16 bytes a lane and stored by 16 bytes, too."""
     fmt = FORMATS[name]
     row = latent_row_layout(row_layout(fmt, RANK, ROPE_DIM, rope_bits))
-    store = store_case(fmt, arch, rope_bits)
-    constants = {**store.constants, "RING_BLOCK": 0, "BLOCK_SIZE": 64, "ROPE": row.rope, "ROW": row}
+    storing = store_case(fmt, arch, rope_bits)
+    of_rows = storing.constants["STORE"]._replace(block_sizes=(64, 0), latent_rows=row)
+    constants = dict(STORE=of_rows, ROPE=row.rope)
     numbers = ("count", "table_stride", "columns", "block_stride")
     gather = Case(
         kernel="packed_kv.kernels.triton.latent_rows:_gather_rows_kernel",
@@ -123,7 +126,7 @@ def test_rows_stay_in_registers(name: str, arch: int, rope_bits: int) -> None:
         options=dict(num_warps=latent_rows.EIGHTS, num_stages=1),
         unaligned=("positions", "count", "block_table", "requests", "table_stride", "columns"),
     )  # fmt: skip
-    stored, gathered = compile_kernels([replace(store, constants=constants), gather])
+    stored, gathered = compile_kernels([replace(storing, constants=constants), gather])
     print(stored.registers, gathered.registers, gathered.shared_bytes, gathered.count("LDG"), gathered.count("STG"))
     assert not stored.spills and not gathered.spills
     assert gathered.count("LDG.E.128") >= 4 and gathered.count("STG.E.128") == gathered.count("STG")

@@ -8,7 +8,7 @@ import latent_quality
 import pytest
 import torch
 from checkout import LATENT_MODEL
-from packed_kv.calibration_file import LayerCalibration
+from packed_kv.channel_calibration import LayerCalibration
 from packed_kv.formats import FORMATS
 from packed_kv.settings import calibration
 from packed_kv_quality.recall import PROSE

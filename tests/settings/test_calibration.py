@@ -12,7 +12,8 @@ import torch
 from calibration_files import ORDERS, OUTLIERS, content, write
 from checkout import DEMO_MODEL
 from harness import engine, mean_kl, teacher_forced_logits
-from packed_kv.calibration_file import CalibrationError, LayerCalibration
+from packed_kv.calibration_file import CalibrationError
+from packed_kv.channel_calibration import LayerCalibration
 from packed_kv.engine import registration
 from packed_kv.formats import FORMATS
 from packed_kv.layout import MEAN_BLOCK

@@ -45,7 +45,7 @@ def rotate_query(
     assert means is None or bias is None or bias.shape[2] == 1 + means.blocks, bias.shape
     rotation = QueryRotation(matrix, scale, means)
     step = RotateQueryLaunch.step(rotated, rotation, positions, bias)
-    run(RotateQueryLaunch(query, rotated.shape[1], rotation), step, query)
+    run(RotateQueryLaunch(query, rotated.shape[1], rotation), step.launch, query)
 
 
 def store_tokens(

@@ -21,7 +21,7 @@ from ..kernels.triton.decode import MAX_REGISTERS, TILE_TOKENS, DecodeLaunch, De
 from ..kernels.triton.launch import Launches, StepLaunch
 from ..kernels.triton.means import Means
 from ..kernels.triton.merge import MergeLaunch, merge_tile
-from ..kernels.triton.rotate import QueryRotation, RotateQueryLaunch, rotation_matrix
+from ..kernels.triton.rotate import QueryRotation, RotateQueryLaunch, RotateStep, rotation_matrix
 from ..reference.attention import AttentionOptions
 from .choice import Limits, takes_cuda
 from .context_shard import UNSHARDED, ContextShard
@@ -79,7 +79,7 @@ class Merge(NamedTuple):
 class PairStep:
     """Launches that both kernels have of a step: the rotation, and the merge, if one follows."""
 
-    rotate: StepLaunch
+    rotate: RotateStep
     merge: Merge | None
 
 
@@ -156,7 +156,7 @@ class Splits:
         rows = max(n * length * self.count(n, length) for n in range(1, most + 1) for length in lengths)
         self.take(most * self.longest, (rows, self.layer.query_heads, 1))
 
-    def prepare_rotation(self, rotated: torch.Tensor, batch: DecodeBatch, bias: torch.Tensor | None) -> StepLaunch:
+    def prepare_rotation(self, rotated: torch.Tensor, batch: DecodeBatch, bias: torch.Tensor | None) -> RotateStep:
         """Return the launch that only rotates; the store's are made from it.
 
         rotated: fp16 [tokens, KV heads, group, stored_dim]. bias: see `RotateQueryLaunch`.

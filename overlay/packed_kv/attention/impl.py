@@ -13,7 +13,7 @@ from vllm.config import get_current_vllm_config, get_current_vllm_config_or_none
 from vllm.logger import init_logger
 from vllm.v1.attention.backend import AttentionImpl, AttentionLayer, AttentionType
 
-from ..calibration_file import LayerCalibration
+from ..channel_calibration import LayerCalibration
 from ..codecs.pages import PagedCodec
 from ..formats import FORMATS
 from ..reference.attention import AttentionOptions

@@ -14,7 +14,8 @@ if TYPE_CHECKING:
     import torch
 
     from ..codecs.ring import Ring
-    from ..kernels.triton.launch import Launches, StepLaunch
+    from ..kernels.triton.launch import Launches
+    from ..kernels.triton.rotate import RotateStep
     from .metadata import Batch
     from .passes import OverPrefixes, PassLimits, PrefixPasses
 
@@ -62,7 +63,7 @@ class RotatingStep(Protocol):
     """Step of decodes of pairs on CUDA, whose queries the store rotates."""
 
     @property
-    def rotate(self) -> StepLaunch | None:
+    def rotate(self) -> RotateStep | None:
         """The launch that rotates them (`Splits.prepare_rotation`); None: the kernel wants them as they are."""
 
 

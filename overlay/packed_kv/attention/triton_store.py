@@ -72,7 +72,7 @@ class TritonPairStore(StoreKernel):
             return
         held_for = (query.stride(), query.dtype)
         launch = self.bound.get("rotate", held_for, lambda: RotateQueryLaunch(query, self.kv_heads, self.rotation))
-        grid, arguments = decodes.rotate
+        grid, arguments = decodes.rotate.launch
         launch(grid, (query,), arguments)
 
 

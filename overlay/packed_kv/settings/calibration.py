@@ -10,17 +10,9 @@ from huggingface_hub import try_to_load_from_cache
 from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
 from vllm.logger import init_logger
 
-from ..calibration_file import (
-    FILE_NAME,
-    FIRST_WITH_ROPES,
-    Calibration,
-    LayerCalibration,
-    heads_of_rank,
-    layer_number,
-    load,
-    why_no_file,
-)
-from ..channel_calibration import MIXES_NEIGHBOURS
+from ..calibration_content import FIRST_WITH_ROPES
+from ..calibration_file import FILE_NAME, Calibration, heads_of_rank, layer_number, load, why_no_file
+from ..channel_calibration import MIXES_NEIGHBOURS, LayerCalibration
 from ..formats import Format
 from ..model.config_fields import BadInput
 from ..model.rope import VARYING, rope_parameters

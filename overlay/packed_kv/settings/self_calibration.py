@@ -24,7 +24,8 @@ import vllm.envs
 from vllm.config.quantization import resolve_quantization_config
 from vllm.logger import init_logger
 
-from ..calibration_file import FILE_NAME, VERSION, CalibrationError, load
+from ..calibration_content import VERSION
+from ..calibration_file import FILE_NAME, CalibrationError, load
 from .calibration import model_folder
 from .options import AUTO, KEY, given_options
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import pytest
 import torch
 from packed_kv.kernels.triton import launch
-from packed_kv.kernels.triton.launch import Arguments, Launch, Launches
+from packed_kv.kernels.triton.launch import RUN, Arguments, Launch, Launches
 
 
 class Kernel:
@@ -85,6 +87,58 @@ def test_a_number_that_changes_may_not_be_specialized_on() -> None:
     kept, _ = bound(Kernel(do_not_specialize=()))
     with pytest.raises(TypeError, match="kernel: count changes from step to step"):
         kept((1, 1, 1), (torch.zeros(64),), Arguments(torch.zeros(4, dtype=torch.int32), 5))
+
+
+class Record(NamedTuple):
+    weight: torch.Tensor
+    stride: int
+
+
+def test_records_are_handed_over_field_by_field() -> None:
+    kernel, weight = Kernel(), torch.zeros(16)
+    kept = Launch(kernel, Arguments(Record(weight, 16)), {"SIZE": 32}, num_warps=1)
+    pair = torch.zeros(64), torch.zeros(64)
+    for table in (pair, pair, (pair[0], pair[1][1:])):  # in a record, alignment counts
+        kept((1, 1, 1), (torch.zeros(64),), Arguments(table, 5))
+    assert len(kernel.by_jit) == 2 and kernel.by_jit[1][1][1][0] is pair[0]
+    (direct,) = kernel.direct
+    assert direct[10:] == (tuple(x.data_ptr() for x in pair), 5, (weight.data_ptr(), 16), 32)
+
+
+def test_a_number_in_a_record_may_not_change_from_step_to_step() -> None:
+    kept, _ = bound(Kernel(do_not_specialize=("table", "count")))  # Triton specializes on it nevertheless
+    with pytest.raises(TypeError, match="kernel: table changes from step to step"):
+        kept((1, 1, 1), (torch.zeros(64),), Arguments((torch.zeros(4), 5), 5))
+
+
+def test_triton_launches_as_bound_launches_do() -> None:
+    launch.can_bind.cache_clear()
+    assert launch.can_bind()
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        f"def run(self):\n    kernel.run({', '.join(RUN[:-2])}, {RUN[-1]})",  # a hook less
+        f"def run(self):\n    kernel.launch({', '.join(RUN)})",
+    ],
+)
+def test_another_triton_launches_through_its_jit(
+    source: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(launch.inspect, "getsource", lambda method: source)
+    monkeypatch.setattr(launch.logger, "propagate", True)  # vLLM's loggers keep their lines to themselves
+    launch.can_bind.cache_clear()
+    try:
+        kernel, step = Kernel(), Arguments(torch.zeros(4, dtype=torch.int32), 5)
+        kept, _ = bound(kernel)
+        with caplog.at_level(logging.WARNING):
+            for _ in range(3):
+                kept((1, 1, 1), (torch.zeros(64),), step)
+        assert len(kernel.by_jit) == 3 and not kernel.direct
+        assert [record.getMessage().startswith("Triton ") for record in caplog.records] == [True]
+    finally:
+        launch.can_bind.cache_clear()
 
 
 def test_launches_are_bound_anew_for_other_tensors_alone() -> None:

@@ -35,8 +35,8 @@ combining several warps costs more than a second launch: blocks of one warp writ
 MAX_SPLITS = 128
 """The most partial results that `merge` combines."""
 STAGES, UNPACKER_STAGES = 2, 3
-"""Tiles that a warp has in flight; of a warp that only unpacks, `roles_unpack.cuh` wants three: a tile of the ring
-takes the room of two."""
+"""Tiles that a warp has in flight. `roles_unpack.cuh` wants three of a warp that only unpacks: a tile of the ring takes
+the room of two."""
 TILE_BLOCKS = 2
 """Micro-blocks of a warp's tile, but of one that only unpacks, and of 32 columns: one."""
 

@@ -18,13 +18,15 @@ from ..checks import check_ring, check_slots, check_stored_pages
 from ..kernel_layout import KernelLayout, kernel_layout, latent_row_layout, rope_layout
 from .launch import Arguments, Launch, StepLaunch
 from .pages import KEY
+from .quantize import Transform
 from .ring import inverse_step_size, ring_code, ring_scale, ring_step_size
-from .store import padded_groups, rows_of, store_section
+from .store import StoreConstants, StoreLayer, Vectors, blocks, padded_groups, rows_of, store_section
 from .words import word_index
 
 _INPUT_LIMIT = tl.constexpr(INPUT_LIMIT)
 ROPE_CHANNELS = 256
 """RoPE channels that a program writes."""
+_ROPE_CHANNELS = tl.constexpr(ROPE_CHANNELS)
 SPLIT_TOKENS = 256
 """Most tokens of a launch in which two programs share a vector: up to here an SM has at most 4 of their warps."""
 
@@ -55,24 +57,26 @@ class StoreLatentsLaunch(Launch):
         if ring is not None:
             check_ring(ring, 1, codec.ring_slot_bytes, 8)
         of_ring = cache if ring is None else ring
-        transform = codec.latent.transform
+        transform, table, latents = codec.latent.transform, codec.transform_table, codec.latent
+        vectors = Vectors(latent.stride(0), 0, latents.channels, 0, latents.channels if table is None else table, 0)
+        layer = StoreLayer(
+            blocks(cache), vectors, vectors, latents.rotation_constants, transform.spectrum, blocks(of_ring)
+        )  # fmt: skip
         layout = kernel_layout(codec.layout)
         row = latent_row_layout(codec.rows) if isinstance(codec, LatentRowCodec) else None
+        store = StoreConstants(
+            1,
+            (0 if only_ring else cache.shape[1], 0 if ring is None else ring.shape[2]),
+            Transform(codec.fmt.rotation, latents.order is not None, table is not None, False, 1, 0),
+            (codec.rank, codec.rank),
+            layout,
+            rows_of(layout),
+            row,
+            parts_of(layout),
+        )
         super().__init__(
-            store_latents_kernel,
-            Arguments(
-                cache, cache.stride(0), latent.stride(0), rope.stride(0), codec.latent.rotation_constants,
-                codec.latent.channels,
-                transform.spectrum if codec.transform_table is None else codec.transform_table, transform.spectrum,
-                of_ring, of_ring.stride(0),
-            ),
-            dict(
-                HAS_PAGES=not only_ring, RING_BLOCK=0 if ring is None else ring.shape[2],
-                TRANSFORMED=codec.transform_table is not None, ORDERED=codec.latent.order is not None,
-                ROTATION=codec.fmt.rotation, BLOCK_SIZE=cache.shape[1], ROWS=rows_of(layout), RANK=codec.rank,
-                ROPE=rope_layout(codec.layout) if row is None else row.rope, ROPE_CHANNELS=ROPE_CHANNELS,
-                PARTS=parts_of(layout), LAYOUT=layout, ROW=row,
-            ),
+            store_latents_kernel, Arguments(layer, rope.stride(0)),
+            dict(STORE=store, ROPE=rope_layout(codec.layout) if row is None else row.rope),
             num_warps=1, enable_fp_fusion=False,
         )  # fmt: skip
 
@@ -104,44 +108,40 @@ def split_of(layout: KernelLayout, tokens: int) -> int:
     do_not_specialize=["tokens", "ring_tokens", "split"], do_not_specialize_on_alignment=["slots_ptr", "ring_slots_ptr"]
 )
 def store_latents_kernel(
-    latent_ptr, rope_ptr, slots_ptr, ring_slots_ptr, tokens, ring_tokens, split, cache_ptr, cache_block_stride,
-    latent_token_stride, rope_token_stride, constants_ptr, channels_ptr, table_ptr, spectrum_ptr, ring_ptr,
-    ring_block_stride, HAS_PAGES: tl.constexpr, RING_BLOCK: tl.constexpr,
-    TRANSFORMED: tl.constexpr, ORDERED: tl.constexpr, ROTATION: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    ROWS: tl.constexpr, RANK: tl.constexpr, ROPE: tl.constexpr, ROPE_CHANNELS: tl.constexpr, PARTS: tl.constexpr,
-    LAYOUT: tl.constexpr, ROW: tl.constexpr,
+    latent_ptr, rope_ptr, slots_ptr, ring_slots_ptr, tokens, ring_tokens, split, layer, rope_token_stride,
+    STORE: tl.constexpr, ROPE: tl.constexpr,
 ):  # fmt: skip
     """Store new tokens.
 
     Grid: programs of each section of the latents in turn, then those of RoPE.
 
     Args:
-        latent_ptr, rope_ptr: fp16, bf16 or fp32 [tokens, RANK] and [tokens, RoPE channels], with
-            `latent_token_stride` and `rope_token_stride` (int32).
+        latent_ptr, rope_ptr: fp16, bf16 or fp32 [tokens, rank] and [tokens, RoPE channels]; the strides over tokens are
+            `StoreLayer.key`'s and `rope_token_stride` (int32).
         slots_ptr: int32 or int64 [tokens], -1: not stored; tokens: int32.
         ring_slots_ptr: int32 [ring_tokens], likewise; ring_tokens: int32.
-        split: int32, programs that share rows of latents, 1 or PARTS; see `store_section`.
-        cache_ptr: uint8 [blocks, BLOCK_SIZE, slot_bytes], with `cache_block_stride`.
-        constants_ptr: fp32 [RANK], the rotation's constants by packed channel.
-        channels_ptr: int64 [RANK], the channels in packing order; read where ORDERED.
-        table_ptr: fp32 [4, RANK] of `ChannelTransform.table`; read where TRANSFORMED.
-        spectrum_ptr: not read.
-        ring_ptr: uint8 [blocks, 1, RING_BLOCK, ring_slot_bytes], with `ring_block_stride`; written where RING_BLOCK is
-            not 0. HAS_PAGES: whether pages are.
-        ROPE: `RopeLayout`. ROPE_CHANNELS: that a program writes. LAYOUT: `KernelLayout`. ROW: `LatentRowLayout` of
-            pages with latent rows, whose RoPE is ROPE; else None.
+        split: int32, programs that share rows of latents, 1 or `StoreConstants.parts`; see `store_section`.
+        layer: `StoreLayer`. STORE: `StoreConstants`.
+        ROPE: `RopeLayout`; of pages with latent rows, the one of a row.
     """
+    LAYOUT: tl.constexpr = STORE.layout
+    ROWS: tl.constexpr = STORE.rows
+    ROW: tl.constexpr = STORE.latent_rows
+    RANK: tl.constexpr = STORE.dims[KEY]
+    BLOCK_SIZE: tl.constexpr = STORE.block_sizes[0]
+    RING_BLOCK: tl.constexpr = STORE.block_sizes[1]
+    ROPE_CHANNELS: tl.constexpr = _ROPE_CHANNELS
+    source = (
+        latent_ptr, layer.key.token_stride, layer.key.head_stride, layer.key.channels, layer.key.channels_stride,
+        layer.key.table, layer.key.table_stride,
+    )  # fmt: skip
     program = tl.program_id(0)
     for s in tl.static_range(len(LAYOUT.sections)):
         programs = tl.cdiv(tokens, ROWS // padded_groups(LAYOUT.sections[s].groups)) * split
         if (program >= 0) & (program < programs):
             store_section(
-                cache_ptr, cache_block_stride, 0, slots_ptr, tokens, latent_ptr, latent_token_stride, 0,
-                constants_ptr, channels_ptr, 0, ring_ptr, ring_block_stride, 0, ring_slots_ptr, ring_tokens, True,
-                program, slots_ptr, table_ptr, 0, spectrum_ptr,
-                TRANSFORMED, False, 1, 0, 1, BLOCK_SIZE, ROWS, ORDERED, HAS_PAGES, RING_BLOCK, ROTATION, RANK, RANK, s,
-                LAYOUT, PARTS, split, ROW,
-            )  # fmt: skip
+                source, slots_ptr, tokens, slots_ptr, ring_slots_ptr, ring_tokens, layer, True, program, split, s, STORE
+            )
         program -= programs
     if program >= 0:
         index = program.to(tl.int64) * ROPE_CHANNELS + tl.arange(0, ROPE_CHANNELS)
@@ -155,11 +155,11 @@ def store_latents_kernel(
             top = tl.reshape(tl.broadcast_to(top[:, None], [ROPE_CHANNELS // 32, 32]), [ROPE_CHANNELS])
             scale = ring_scale(top)
             value = ring_code(x.to(tl.float32), inverse_step_size(ring_step_size(scale))).to(tl.uint8)
-        if HAS_PAGES:
+        if BLOCK_SIZE > 0:
             slot = tl.load(slots_ptr + token, mask=token < tokens, other=-1).to(tl.int64)
             stored = slot >= 0
             slot = tl.where(stored, slot, 0)
-            page, inside = cache_ptr + slot // BLOCK_SIZE * cache_block_stride, slot % BLOCK_SIZE
+            page, inside = layer.cache.pointer + slot // BLOCK_SIZE * layer.cache.block_stride, slot % BLOCK_SIZE
             code = channel % 32 // 8 * 2 + channel % 2
             LANES: tl.constexpr = 32 if ROW is None else 4
             if ROW is None:
@@ -183,7 +183,8 @@ def store_latents_kernel(
             slot = tl.load(ring_slots_ptr + token, mask=token < ring_tokens, other=-1).to(tl.int64)
             stored = slot >= 0
             slot = tl.where(stored, slot, 0)
-            target = ring_ptr + slot // RING_BLOCK * ring_block_stride + slot % RING_BLOCK * RING.slot_bytes
+            target = layer.ring.pointer + slot // RING_BLOCK * layer.ring.block_stride
+            target += slot % RING_BLOCK * RING.slot_bytes
             inner = channel // 2 % 4 * 8 + channel % 32 // 8 * 2 + channel % 2  # byte d2 d1 d4 d3 d0
             tl.store(target + RING.codes[KEY] + RANK + group * 32 + inner, value, mask=stored)
             tl.store(target + RING.scales[KEY] + RANK // 32 + group, scale.to(tl.uint8), mask=stored & is_first)

@@ -8,7 +8,12 @@ layers of a step is made once a step (`Arguments`), and only addresses change wi
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import ast
+import functools
+import inspect
+import logging
+import textwrap
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -17,14 +22,60 @@ import triton
 from ..ahead import current, wait_for
 
 Bound = TypeVar("Bound")
+Value = Any
+"""A tensor, a number, or a record (tuple) of values, whose fields a kernel reads by name."""
+logger = logging.getLogger("vllm.packed_kv")
+
+RUN = (
+    "grid_0", "grid_1", "grid_2", "stream", "kernel.function", "kernel.packed_metadata", "launch_metadata",
+    "knobs.runtime.launch_enter_hook", "knobs.runtime.launch_exit_hook", "*bound_args.values()",
+)  # fmt: skip
+"""What Triton's JIT gives `run` of a compiled kernel, which is private, and a bound launch likewise."""
 
 
 class Arguments:
-    """Arguments of a kernel, in its order: tensors and numbers, and as a launch wants them: addresses and numbers."""
+    """Arguments of a kernel, in its order: tensors, numbers and records of both; and as a launch wants them: addresses
+    and numbers. Triton specializes on each number in a record, so none that changes from step to step may be there."""
 
-    def __init__(self, *values: torch.Tensor | float) -> None:
+    def __init__(self, *values: Value) -> None:
         self.values = values
-        self.raw: tuple[Any, ...] = tuple(x.data_ptr() if isinstance(x, torch.Tensor) else x for x in values)
+        self.raw: tuple[Any, ...] = tuple(map(_raw, values))
+
+
+def _raw(value: Value) -> Any:
+    if isinstance(value, tuple):
+        return tuple(map(_raw, value))
+    return value.data_ptr() if isinstance(value, torch.Tensor) else value
+
+
+def _leaves(values: tuple[Value, ...]) -> Iterator[Any]:
+    """The tensors and numbers of values, or the addresses and numbers."""
+    for value in values:
+        if isinstance(value, tuple):
+            yield from _leaves(value)
+        else:
+            yield value
+
+
+@functools.cache
+def can_bind() -> bool:
+    """Whether Triton's JIT launches compiled kernels as a bound launch does. If not, says so once in the log."""
+    given = _given_to_run(inspect.getsource(triton.runtime.jit.JITFunction.run))
+    if given == RUN:
+        return True
+    logger.warning(
+        "Triton %s launches compiled kernels in an unknown way (%s), so each launch goes through its JIT: 10 to 40 us "
+        "slower. Install the Triton that your PyTorch requires, or report this to packed-kv",
+        triton.__version__, ", ".join(given) or "no call of run",
+    )  # fmt: skip
+    return False
+
+
+def _given_to_run(source: str) -> tuple[str, ...]:
+    """What a method's source gives `kernel.run`."""
+    calls = [node for node in ast.walk(ast.parse(textwrap.dedent(source))) if isinstance(node, ast.Call)]
+    found = [call for call in calls if ast.unparse(call.func) == "kernel.run"]
+    return tuple(ast.unparse(x) for call in found for x in (*call.args, *call.keywords))
 
 
 Grid = tuple[int, int, int]
@@ -86,7 +137,8 @@ class Launch:
             unaligned |= addresses[i]
         if arguments is not self.checked:  # the layers of a step share it
             self.checked = arguments
-            self.checked_is_aligned = not any(arguments.raw[i] % 16 for i in self.aligned_of_step)
+            of_step = tuple(arguments.raw[i] for i in self.aligned_of_step)
+            self.checked_is_aligned = not any(x % 16 for x in _leaves(of_step))
         if unaligned & 15 or not self.checked_is_aligned:
             if not self.has_met_odd_address:
                 self.has_met_odd_address = True
@@ -108,20 +160,21 @@ class Launch:
         kernel, unspecialized = self.kernel, self._names("do_not_specialize")
         any_address = unspecialized | self._names("do_not_specialize_on_alignment")
         kinds: list[Any] = []
-        for name, x in zip(kernel.arg_names, (*tensors, *arguments.values, *self.fixed.values), strict=False):
-            if isinstance(x, torch.Tensor):
-                kinds.append((x.dtype, name in any_address or x.data_ptr() % 16 == 0))
-            else:
-                is_special = isinstance(x, int) and name not in unspecialized
-                kinds.append((type(x), is_special and x == 1, is_special and x % 16 == 0))
+        for name, value in zip(kernel.arg_names, (*tensors, *arguments.values, *self.fixed.values), strict=False):
+            for x in _leaves((value,)):  # in a record, a name does not count
+                if isinstance(x, torch.Tensor):
+                    kinds.append((x.dtype, name in any_address or x.data_ptr() % 16 == 0))
+                else:
+                    is_special = isinstance(x, int) and name not in unspecialized
+                    kinds.append((type(x), is_special and x == 1, is_special and x % 16 == 0))
         return kernel, *kinds, *self.constants.items(), *self.options.items()
 
     def _compilation(self, grid: Grid, tensors: tuple[torch.Tensor, ...], arguments: Arguments) -> Callable[[], None]:
         """A function that compiles for these arguments, in any thread, and keeps none of the tensors. The interpreter
         compiles nothing."""
         warmup, values = getattr(self.kernel, "warmup", None), (*tensors, *arguments.values, *self.fixed.values)
-        device = next((x.device.index for x in values if isinstance(x, torch.Tensor) and x.is_cuda), -1)
-        values = tuple(_stand_in(x) if isinstance(x, torch.Tensor) else x for x in values)
+        device = next((x.device.index for x in _leaves(values) if isinstance(x, torch.Tensor) and x.is_cuda), -1)
+        values = tuple(map(_stand_in, values))
         caches = getattr(self.kernel, "device_caches", None)
         if caches is not None and device >= 0:
             caches[device]  # made here: threads that make it each for themselves would compile into several
@@ -141,12 +194,15 @@ class Launch:
         any_address = unspecialized | self._names("do_not_specialize_on_alignment")
         aligned, addresses = [], [x.data_ptr() for x in tensors] + list(arguments.raw)
         for i, (name, value) in enumerate(zip(self.kernel.arg_names, (*tensors, *arguments.values), strict=False)):
-            if isinstance(value, torch.Tensor):
-                if name not in any_address:
+            tensors_of = [isinstance(x, torch.Tensor) for x in _leaves((value,))]
+            if all(tensors_of):
+                if isinstance(value, tuple) or name not in any_address:
                     aligned.append(i)
-            elif name not in unspecialized:
+            elif isinstance(value, tuple) or name not in unspecialized:
                 raise TypeError(f"{self.kernel.__name__}: {name} changes from step to step: do not specialize on it")
-        if compiled is None or any(addresses[i] % 16 for i in aligned):
+        if compiled is None or not can_bind():
+            return
+        if any(x % 16 for x in _leaves(tuple(addresses[i] for i in aligned))):
             return  # compiled for less than later calls will bring: the next one compiles again
         self.aligned = [i for i in aligned if i < len(tensors)]
         self.aligned_of_step = [i - len(tensors) for i in aligned if i >= len(tensors)]
@@ -186,7 +242,13 @@ class Launches:
         self.held.clear()
 
 
-def _stand_in(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor on the host for which the JIT compiles the same: of the same dtype, and as well aligned."""
-    pair = torch.empty(2, dtype=tensor.dtype, device="cpu")
-    return pair if tensor.data_ptr() % 16 == 0 else pair[1:]
+def _stand_in(value: Value) -> Value:
+    """A value for which the JIT compiles the same: of a tensor one on the host, of the same dtype and as well
+    aligned."""
+    if isinstance(value, tuple):
+        fields = map(_stand_in, value)
+        return type(value)(*fields) if hasattr(value, "_fields") else tuple(fields)
+    if not isinstance(value, torch.Tensor):
+        return value
+    pair = torch.empty(2, dtype=value.dtype, device="cpu")
+    return pair if value.data_ptr() % 16 == 0 else pair[1:]

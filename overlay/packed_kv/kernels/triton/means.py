@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -12,11 +12,14 @@ from ...codecs.transform import ChannelTransform
 from .fragments import hide_from_optimizer, to_tf32
 from .quantize import product
 
+QUERY_ROWS = 16
+"""Rows of a program: the least that the tensor core takes. A row is a query head of a token."""
 COLUMNS = 16
 """Biases of a query that a program computes at a time: the fewer, the sooner the launch is done."""
 MAX_BIAS_PROGRAMS = 8
 """Most programs that share the biases of a block of rows. With more, most would find nothing to do: contexts are
 shorter than a model's longest."""
+_QUERY_ROWS, _COLUMNS = tl.constexpr(QUERY_ROWS), tl.constexpr(COLUMNS)
 LATER_TOKENS = tl.constexpr(256)
 """Most positions from a query to the request's last one (`attention/routes.py`), whose tiles both go through."""
 
@@ -55,37 +58,77 @@ def bias_programs(blocks: int) -> int:
     return min(MAX_BIAS_PROGRAMS, -(-(1 + blocks) // COLUMNS))
 
 
+class QueryConstants(NamedTuple):
+    """What kernels that rotate queries are compiled for: KV heads, query heads of each, channels of a query, and of
+    what is stored; programs that compute biases (0: there are none), and the means' blocks of positions and positions
+    of a block."""
+
+    kv_heads: int
+    group: int
+    dim: int
+    stored_dim: int
+    bias_programs: int
+    mean_blocks: int
+    mean_block_tokens: int
+
+
+class Rotation(NamedTuple):
+    """A layer's arguments of kernels that rotate queries: tensors at the launch, pointers in the kernel.
+
+    Attributes:
+        columns: fp16 [1 or KV heads, stored_dim, stored_dim], the rotation's matrix by columns.
+        token_stride, head_stride: of queries, int32.
+        matrix_head_stride: of `columns`, int32.
+        scale: fp32.
+        means: fp32 [1 or KV heads, 3, stored_dim] of `Means.rows`; read where there are biases.
+        means_head_stride: int32.
+    """
+
+    columns: Any
+    token_stride: Any
+    head_stride: Any
+    matrix_head_stride: Any
+    scale: Any
+    means: Any
+    means_head_stride: Any
+
+
 @triton.jit
 def bias_of_rows(
-    query, bias, positions, rows, block, head, program, token_stride, head_stride, scale, means, means_head_stride,
-    spectrum,
-    KV_HEADS: tl.constexpr, QUERY_GROUP: tl.constexpr, QUERY_DIM: tl.constexpr, HEAD_DIM: tl.constexpr,
-    ROWS: tl.constexpr, BLOCKS: tl.constexpr, BLOCK_TOKENS: tl.constexpr, COLUMNS: tl.constexpr,
-    PROGRAMS: tl.constexpr,
+    query, bias, positions, rows, block, head, program, rotation, spectrum, QUERIES: tl.constexpr
 ):  # fmt: skip
-    """Compute the biases of the scores of a block of ROWS rows (query heads of one KV head, by token), in columns: the
+    """Compute the biases of the scores of a block of 16 rows (query heads of one KV head, by token), in columns: the
     query's product with the mean of position 0 less that of block 0, then with the mean of each block of positions; all
-    times `scale`. Program `program` of PROGRAMS computes every PROGRAMS-th run of COLUMNS columns, up to those that a
-    tile of these requests needs; the others stay as they are.
+    times the scale. Of all `bias_programs`, program `program` computes every so many-th run of COLUMNS columns, up to
+    those that a tile of these requests needs; the others stay as they are.
 
     The products are as exact as fp32: a mean may be large, and scores of different blocks are compared. A query is as
     it is in tf32 (of fp32, rounded), a mean is two such numbers.
 
     Args:
-        query: pointer to fp16, bf16 or fp32 [tokens, KV_HEADS * QUERY_GROUP, QUERY_DIM], with `token_stride` and
-            `head_stride`.
-        bias: pointer to fp32 [tokens, KV_HEADS * QUERY_GROUP, 1 + BLOCKS], contiguous; filled.
-        positions: pointer to int64 [tokens]; not read where BLOCK_TOKENS is 0.
-        rows: int32, rows of a KV head: tokens times QUERY_GROUP.
+        query: pointer to fp16, bf16 or fp32 [tokens, query heads, dim].
+        bias: pointer to fp32 [tokens, query heads, 1 + mean_blocks], contiguous; filled.
+        positions: pointer to int64 [tokens]; not read where mean_block_tokens is 0.
+        rows: int32, rows of a KV head: tokens times group.
         block, head, program: int32.
-        scale: fp32.
-        means: pointer to fp32 [1 or KV_HEADS, 3, HEAD_DIM], with `means_head_stride`; see `Means.rows`.
-        spectrum: pointer to fp32 [BLOCKS, 2, HEAD_DIM].
+        rotation: `Rotation`.
+        spectrum: pointer to fp32 [mean_blocks, 2, stored_dim].
+        QUERIES: `QueryConstants`.
     """
+    KV_HEADS: tl.constexpr = QUERIES.kv_heads
+    QUERY_GROUP: tl.constexpr = QUERIES.group
+    QUERY_DIM: tl.constexpr = QUERIES.dim
+    HEAD_DIM: tl.constexpr = QUERIES.stored_dim
+    ROWS: tl.constexpr = _QUERY_ROWS
+    BLOCKS: tl.constexpr = QUERIES.mean_blocks
+    BLOCK_TOKENS: tl.constexpr = QUERIES.mean_block_tokens
+    COLUMNS: tl.constexpr = _COLUMNS
+    PROGRAMS: tl.constexpr = QUERIES.bias_programs
+    token_stride, head_stride, scale = rotation.token_stride, rotation.head_stride, rotation.scale
     row = (block * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     token, member = row // QUERY_GROUP, head * QUERY_GROUP + row % QUERY_GROUP
     source = query + token * token_stride + member * head_stride
-    means += head.to(tl.int64) * means_head_stride
+    means = rotation.means + head.to(tl.int64) * rotation.means_head_stride
     end = 1 + BLOCKS
     if BLOCK_TOKENS > 0:
         position = tl.load(positions + token, mask=row < rows, other=0)

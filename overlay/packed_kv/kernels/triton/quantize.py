@@ -6,6 +6,7 @@ Values are tuples of 8 fp32 tensors [lanes]; see `store.py` for which channel li
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import triton
 import triton.language as tl
@@ -19,6 +20,26 @@ _INPUT_LIMIT = tl.constexpr(INPUT_LIMIT)
 _MAX_SCALE_BYTE = tl.constexpr(MAX_SCALE_BYTE)
 _ONE = tl.constexpr(ONE)
 _NORMALISATIONS = tl.constexpr(tuple(1 / math.sqrt(GROUP_SIZE << i) for i in range(16)))
+
+
+class Transform(NamedTuple):
+    """What happens to a vector's channels before they are quantised.
+
+    Attributes:
+        rotation: of the format.
+        ordered: whether channels are packed in an order of their own.
+        has_table: whether they have means and scales.
+        has_positions: whether these depend on a token's position.
+        mean_blocks: blocks of positions that have means of their own.
+        mean_block_tokens: positions of a block; 0: there is one block.
+    """
+
+    rotation: str
+    ordered: bool
+    has_table: bool
+    has_positions: bool
+    mean_blocks: int
+    mean_block_tokens: int
 
 
 @triton.constexpr_function
@@ -39,22 +60,24 @@ def _stages(groups):
 
 @triton.jit
 def load_rotated(
-    x_row, channels_row, constants_ptr, group, exists, index, ORDERED: tl.constexpr, ROTATION: tl.constexpr,
-    mean_row, scale_row, TRANSFORMED: tl.constexpr, turn_row, turned, STORED_DIM: tl.constexpr, TURNS: tl.constexpr,
-    dim, HAS_PADDING: tl.constexpr,
+    x_row, channels_row, constants_ptr, group, exists, index, table_rows, dim, STORED_DIM: tl.constexpr,
+    HAS_PADDING: tl.constexpr, TRANSFORM: tl.constexpr,
 ):  # fmt: skip
-    """Channels of each row's group, cleaned, centred and scaled if TRANSFORMED, and multiplied by the rotation's
-    constants: for Givens and quaternions, rotated. Returns a tuple of 8 fp32 [lanes].
+    """Channels of each row's group, cleaned, centred and scaled if `Transform.has_table`, and multiplied by the
+    rotation's constants: for Givens and quaternions, rotated. Returns a tuple of 8 fp32 [lanes].
 
     Args:
         x_row: pointers to fp16, bf16 or fp32 [dim] [lanes]; with HAS_PADDING, channels past `dim` are 0.
-        channels_row: pointers to int64 [STORED_DIM] [lanes], the channels in packing order; not read unless ORDERED.
+        channels_row: pointers to int64 [STORED_DIM] [lanes], the channels in packing order; not read unless ordered.
         constants_ptr: pointer to fp32 [STORED_DIM], of the rotation, in packing order.
         group, exists, index: int32, bool and int32 [lanes]; only what `exists` is read.
-        mean_row, scale_row: pointers to fp32 [STORED_DIM] [lanes], in packing order; behind a mean is its partner.
-        turn_row: pointers to fp32 [2, STORED_DIM] [lanes], cosine and sine in the model's order. With TURNS, the mean
-            of rows that are `turned`, bool [lanes], is mean * cosine + partner * sine.
+        table_rows: pointers to means and to scales, fp32 [STORED_DIM] [lanes] in packing order, where behind a mean is
+            its partner; pointers to fp32 [2, STORED_DIM] [lanes], cosine and sine in the model's order; and bool
+            [lanes]: with blocks of positions, the mean of rows that are turned is mean * cosine + partner * sine.
+        TRANSFORM: `Transform`.
     """
+    ROTATION: tl.constexpr = TRANSFORM.rotation
+    mean_row, scale_row, turn_row, turned = table_rows
     lane = index % 4
     d0 = tl.arange(0, 2)[None, :]
     mask = exists[:, None]
@@ -62,16 +85,16 @@ def load_rotated(
     for d43 in tl.static_range(4):
         channel = (group * 32 + d43 * 8 + lane * 2)[:, None] + d0
         source = channel
-        if ORDERED:
+        if TRANSFORM.ordered:
             source = tl.load(channels_row[:, None] + channel, mask=mask, other=0).to(tl.int32)
         there = mask
         if HAS_PADDING:
             there = mask & (source < dim)
         value = tl.load(x_row[:, None] + source, mask=there, other=0.0).to(tl.float32)
         value = tl.where(tl.abs(value) < float("inf"), value, 0.0)
-        if TRANSFORMED:
+        if TRANSFORM.has_table:
             mean = tl.load(mean_row[:, None] + channel, mask=mask, other=0.0)
-            if TURNS:
+            if TRANSFORM.mean_block_tokens > 0:
                 turns = turned[:, None]
                 cosine = tl.load(turn_row[:, None] + source, mask=turns, other=1.0)
                 sine = tl.load(turn_row[:, None] + STORED_DIM + source, mask=turns, other=0.0)

@@ -8,6 +8,7 @@ step, so exactness to the bit, which the codec needs, would buy nothing here. Wh
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 import triton
@@ -19,10 +20,8 @@ from ..checks import head_stride
 from ..units import LOG2_E
 from .fragments import opaque
 from .launch import Arguments, Launch, StepLaunch
-from .means import COLUMNS, Means, bias_of_rows, bias_programs
+from .means import QUERY_ROWS, Means, QueryConstants, Rotation, bias_of_rows, bias_programs
 
-QUERY_ROWS = 16
-"""Rows of a program: the least that the tensor core takes. A row is a query head of a token."""
 QUERY_CHANNELS = 32
 """Channels of a program: 78 registers per thread on sm_90, where 64 channels take 108, and the programs of `store.py`
 that store have as many."""
@@ -52,15 +51,21 @@ class QueryRotation:
     def __post_init__(self) -> None:
         object.__setattr__(self, "columns", self.matrix.transpose(1, 2).contiguous())
 
-    def fixed(self, query: torch.Tensor) -> tuple[torch.Tensor | float, ...]:
-        """A kernel's arguments from the matrix to the means' stride, for queries of these strides."""
+    def fixed(self, query: torch.Tensor) -> Rotation:
+        """A kernel's arguments, for queries of these strides."""
         assert query.stride(2) == 1, query.stride()
         rows = self.matrix if self.means is None else self.means.rows
         assert rows.is_contiguous(), rows.stride()
-        return (
+        return Rotation(
             self.columns, query.stride(0), query.stride(1), head_stride(self.columns), self.scale * LOG2_E, rows,
             head_stride(rows),
         )  # fmt: skip
+
+    def constants(self, query: torch.Tensor, kv_heads: int) -> QueryConstants:
+        """What a kernel is compiled for, for queries of these sizes."""
+        means = (0, 0) if self.means is None else (self.means.blocks, self.means.block_tokens)
+        group, stored_dim = query.shape[1] // kv_heads, self.matrix.shape[2]
+        return QueryConstants(kv_heads, group, query.shape[2], stored_dim, self.bias_programs, *means)
 
     @property
     def bias_programs(self) -> int:
@@ -68,28 +73,34 @@ class QueryRotation:
         return 0 if self.means is None else bias_programs(self.means.blocks)
 
 
+padded = triton.constexpr_function(power_of_2)
+"""Channels that the programs of a row have, for so many that are stored."""
+_CHANNELS = tl.constexpr(QUERY_CHANNELS)
+
+
 @triton.jit
-def rotate_rows(
-    query, rotated, rows, block, head, first_channel, columns, token_stride, head_stride, matrix_head_stride, scale,
-    KV_HEADS: tl.constexpr, QUERY_GROUP: tl.constexpr, QUERY_DIM: tl.constexpr, HEAD_DIM: tl.constexpr,
-    CHANNELS: tl.constexpr,
-):  # fmt: skip
-    """Rotate a block of 16 rows (query heads of one KV head, by token), multiply them by `scale`, and store CHANNELS of
-    their channels, from `first_channel` on.
+def rotate_rows(query, rotated, rows, block, head, first_channel, rotation, QUERIES: tl.constexpr):
+    """Rotate a block of 16 rows (query heads of one KV head, by token), multiply them by the scale, and store
+    QUERY_CHANNELS of their channels, from `first_channel` on.
 
     Both operands are loaded as the lanes of `mma.m16n8k16` want them, lane 4 * g + t: of every 32 channels of queries,
-    t has 8 neighbours, of rows g and g + 8, and of the matrix as many rows of CHANNELS / 8 columns.
+    t has 8 neighbours, of rows g and g + 8, and of the matrix as many rows of QUERY_CHANNELS / 8 columns.
     Which channel counts as which k or n of a product is free, as long as both operands and the result agree.
 
     Args:
-        query: pointer to fp16, bf16 or fp32 [tokens, KV_HEADS * QUERY_GROUP, QUERY_DIM], with `token_stride` and
-            `head_stride`.
-        rotated: pointer to fp16 [tokens, KV_HEADS * QUERY_GROUP, HEAD_DIM], contiguous.
-        rows: int32, rows of a KV head: tokens times QUERY_GROUP.
+        query: pointer to fp16, bf16 or fp32 [tokens, query heads, dim].
+        rotated: pointer to fp16 [tokens, query heads, stored_dim], contiguous.
+        rows: int32, rows of a KV head: tokens times group.
         block, head, first_channel: int32.
-        columns: pointer to fp16 [1 or KV_HEADS, HEAD_DIM, HEAD_DIM], the matrix by columns, with `matrix_head_stride`.
-        scale: fp32.
+        rotation: `Rotation`.
+        QUERIES: `QueryConstants`.
     """
+    KV_HEADS: tl.constexpr = QUERIES.kv_heads
+    QUERY_GROUP: tl.constexpr = QUERIES.group
+    QUERY_DIM: tl.constexpr = QUERIES.dim
+    HEAD_DIM: tl.constexpr = QUERIES.stored_dim
+    CHANNELS: tl.constexpr = _CHANNELS
+    token_stride, head_stride = rotation.token_stride, rotation.head_stride
     EACH: tl.constexpr = CHANNELS // 8
     lane = tl.arange(0, 32)
     g, t = lane // 4, lane % 4
@@ -99,7 +110,7 @@ def rotate_rows(
     high_valid, high_source, high_target = _row(
         query, rotated, rows, block * 16 + 8 + g, head, token_stride, head_stride, KV_HEADS, QUERY_GROUP, HEAD_DIM
     )
-    columns += head.to(tl.int64) * matrix_head_stride
+    columns = rotation.columns + head.to(tl.int64) * rotation.matrix_head_stride
     result = tl.zeros([16, CHANNELS], tl.float32)
     for start in tl.static_range(0, HEAD_DIM, 32):
         first = start + 8 * t
@@ -112,6 +123,7 @@ def rotate_rows(
         m = tl.reshape(m, [8, 4, 2, 2, 2, EACH])  # g, t, 3 bits of 8, column of EACH
         m = tl.reshape(tl.permute(m, (2, 3, 1, 4, 5, 0)), [32, CHANNELS])
         result = tl.dot(opaque(x), opaque(m), result)
+    scale = rotation.scale
     result = tl.reshape(result * scale, [2, 8, EACH, 4, 2])  # row / 8, g, column of EACH, t, and which of its two
     even, odd = tl.split(tl.reshape(tl.permute(result, (1, 3, 2, 0, 4)), [32, EACH, 2, 2]))
     for which in tl.static_range(2):
@@ -148,42 +160,36 @@ def _columns(columns, channel, column, HEAD_DIM: tl.constexpr, COUNT: tl.constex
 
 
 @triton.jit(do_not_specialize=["rows"], do_not_specialize_on_alignment=["positions"])
-def _rotate_query_kernel(
-    query, positions, rotated, bias, rows, columns, token_stride, head_stride, matrix_head_stride, scale,
-    means, means_head_stride, spectrum,
-    KV_HEADS: tl.constexpr, QUERY_GROUP: tl.constexpr, QUERY_DIM: tl.constexpr, HEAD_DIM: tl.constexpr,
-    PADDED_DIM: tl.constexpr, CHANNELS: tl.constexpr, ROWS: tl.constexpr, BIAS_PROGRAMS: tl.constexpr,
-    MEAN_BLOCKS: tl.constexpr,
-    MEAN_BLOCK_TOKENS: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
-    """Rotate queries and, with BIAS_PROGRAMS, compute their biases.
+def _rotate_query_kernel(query, positions, rotated, bias, rows, rotation, spectrum, QUERIES: tl.constexpr):
+    """Rotate queries and, with `bias_programs`, compute their biases.
 
-    Grid: (blocks of ROWS rows, KV heads, PADDED_DIM / CHANNELS + BIAS_PROGRAMS).
+    Grid: (blocks of QUERY_ROWS rows, KV heads, stored_dim, padded, / QUERY_CHANNELS + bias_programs).
 
     Args:
-        query: fp16, bf16 or fp32 [tokens, query heads, QUERY_DIM], with `token_stride` and `head_stride` (int32).
-        positions: int64 [tokens]; read where MEAN_BLOCK_TOKENS is not 0.
-        rotated: fp16 [tokens, query heads, HEAD_DIM], contiguous; filled.
-        bias: fp32 [tokens, query heads, 1 + MEAN_BLOCKS], contiguous; filled as by `bias_of_rows`.
-        rows: int32, tokens times QUERY_GROUP.
-        columns: fp16 [1 or KV_HEADS, HEAD_DIM, HEAD_DIM], the matrix by columns, with `matrix_head_stride` (int32).
-        scale: fp32.
-        means: fp32 [1 or KV_HEADS, 3, HEAD_DIM], with `means_head_stride` (int32).
-        spectrum: fp32 [MEAN_BLOCKS, 2, HEAD_DIM].
+        query: fp16, bf16 or fp32 [tokens, query heads, dim].
+        positions: int64 [tokens]; read where mean_block_tokens is not 0.
+        rotated: fp16 [tokens, query heads, stored_dim], contiguous; filled.
+        bias: fp32 [tokens, query heads, 1 + mean_blocks], contiguous; filled as by `bias_of_rows`.
+        rows: int32, tokens times group.
+        rotation: `Rotation`.
+        spectrum: fp32 [mean_blocks, 2, stored_dim].
+        QUERIES: `QueryConstants`.
     """
     block, head, program = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    ROTATED: tl.constexpr = PADDED_DIM // CHANNELS
+    ROTATED: tl.constexpr = padded(QUERIES.stored_dim) // _CHANNELS
     if program < ROTATED:
-        rotate_rows(
-            query, rotated, rows, block, head, program * CHANNELS, columns, token_stride, head_stride,
-            matrix_head_stride, scale, KV_HEADS, QUERY_GROUP, QUERY_DIM, HEAD_DIM, CHANNELS,
-        )  # fmt: skip
-    elif BIAS_PROGRAMS > 0:
-        bias_of_rows(
-            query, bias, positions, rows, block, head, program - ROTATED, token_stride, head_stride, scale,
-            means, means_head_stride, spectrum,
-            KV_HEADS, QUERY_GROUP, QUERY_DIM, HEAD_DIM, ROWS, MEAN_BLOCKS, MEAN_BLOCK_TOKENS, COLUMNS, BIAS_PROGRAMS,
-        )  # fmt: skip
+        rotate_rows(query, rotated, rows, block, head, program * _CHANNELS, rotation, QUERIES)
+    elif QUERIES.bias_programs > 0:
+        bias_of_rows(query, bias, positions, rows, block, head, program - ROTATED, rotation, spectrum, QUERIES)
+
+
+class RotateStep(NamedTuple):
+    """A step's part of a rotation, which its layers share: the launch, and what it fills, for `StoreLaunch` too."""
+
+    launch: StepLaunch
+    rotated: torch.Tensor
+    bias: torch.Tensor
+    rows: int
 
 
 class RotateQueryLaunch(Launch):
@@ -191,18 +197,10 @@ class RotateQueryLaunch(Launch):
     of the dtype and strides of `query`."""
 
     def __init__(self, query: torch.Tensor, kv_heads: int, rotation: QueryRotation) -> None:
-        head_dim, means = rotation.matrix.shape[2], rotation.means
-        spectrum = rotation.matrix if means is None else means.spectrum
+        spectrum = rotation.matrix if rotation.means is None else rotation.means.spectrum
         super().__init__(
-            _rotate_query_kernel,
-            Arguments(*rotation.fixed(query), spectrum),
-            dict(
-                KV_HEADS=kv_heads, QUERY_GROUP=query.shape[1] // kv_heads, QUERY_DIM=query.shape[2], HEAD_DIM=head_dim,
-                PADDED_DIM=power_of_2(head_dim), CHANNELS=QUERY_CHANNELS, ROWS=QUERY_ROWS,
-                BIAS_PROGRAMS=rotation.bias_programs, MEAN_BLOCKS=0 if means is None else means.blocks,
-                MEAN_BLOCK_TOKENS=0 if means is None else means.block_tokens, COLUMNS=COLUMNS,
-            ),
-            num_warps=1,
+            _rotate_query_kernel, Arguments(rotation.fixed(query), spectrum),
+            dict(QUERIES=rotation.constants(query, kv_heads)), num_warps=1,
         )  # fmt: skip
 
     @staticmethod
@@ -211,7 +209,7 @@ class RotateQueryLaunch(Launch):
         rotation: QueryRotation,
         positions: torch.Tensor | None = None,
         bias: torch.Tensor | None = None,
-    ) -> StepLaunch:
+    ) -> RotateStep:
         """`rotated`: fp16 [tokens, KV heads, queries per KV head, stored_dim]. `positions` are needed where keys have
         means by blocks of positions."""
         tokens, kv_heads, group, stored_dim = rotated.shape
@@ -223,4 +221,5 @@ class RotateQueryLaunch(Launch):
         assert positions.dtype == torch.int64 and positions.is_contiguous(), (positions.dtype, positions.stride())
         rows, programs = tokens * group, power_of_2(stored_dim) // QUERY_CHANNELS
         grid = -(-rows // QUERY_ROWS), kv_heads, programs + rotation.bias_programs
-        return StepLaunch(grid, Arguments(positions, rotated, rotated if bias is None else bias, rows))
+        bias = rotated if bias is None else bias  # not filled
+        return RotateStep(StepLaunch(grid, Arguments(positions, rotated, bias, rows)), rotated, bias, rows)

@@ -20,6 +20,7 @@ and rotations exchange lanes only for strides 2, 4, 32, 64, ... (lane ^ 1, 2, 4,
 from __future__ import annotations
 
 import math
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -29,17 +30,94 @@ from ...codecs.pages import PagedCodec
 from ...layout import ring_slot_bytes
 from .. import power_of_2
 from ..checks import check_ring, check_slots, check_stored_pages, head_stride
-from ..kernel_layout import KernelLayout, kernel_layout
+from ..kernel_layout import KernelLayout, LatentRowLayout, kernel_layout
 from .launch import Arguments, Launch, StepLaunch
-from .means import COLUMNS, bias_of_rows
+from .means import QUERY_ROWS, QueryConstants, Rotation, bias_of_rows
 from .pages import KEY, VALUE
-from .quantize import hadamard, load_rotated, quantize, round_to_half, search_scale
+from .quantize import Transform, hadamard, load_rotated, quantize, round_to_half, search_scale
 from .ring import store_ring
-from .rotate import QUERY_CHANNELS, QUERY_ROWS, QueryRotation, rotate_rows
+from .rotate import QUERY_CHANNELS, QueryRotation, RotateStep, padded, rotate_rows
 from .words import store_codes
 
 ROWS = 8
 """Groups of a program: one for every 4 lanes of its one warp."""
+
+
+class Blocks(NamedTuple):
+    """`pointer`: to uint8 [blocks, heads, tokens, bytes], pages or a ring; its strides in bytes, int32."""
+
+    pointer: Any
+    block_stride: Any
+    head_stride: Any
+
+
+class Vectors(NamedTuple):
+    """How a store kernel reads new vectors of K or V.
+
+    Attributes:
+        token_stride, head_stride: of the new vectors, int32.
+        channels: int64 [1 or heads, stored_dim], the channels in packing order; read where `Transform.ordered`.
+        channels_stride: over heads, int32.
+        table: fp32 [1 or heads, 4, stored_dim] of `ChannelTransform.table`; read where `Transform.has_table`.
+        table_stride: over heads, int32.
+    """
+
+    token_stride: Any
+    head_stride: Any
+    channels: Any
+    channels_stride: Any
+    table: Any
+    table_stride: Any
+
+
+class StoreLayer(NamedTuple):
+    """Arguments of a store kernel that stay: tensors at the launch, pointers in the kernel.
+
+    Attributes:
+        cache: `Blocks`, the pages.
+        key, value: `Vectors`; latents are K, and `value` is not read.
+        constants: fp32 [stored_dim], the rotations' constants by packed channel.
+        spectrum: fp32 [mean_blocks, 2, stored_dim]; read where `Transform.mean_block_tokens` is not 0.
+        ring: `Blocks`, written where `StoreConstants.block_sizes` says so.
+    """
+
+    cache: Any
+    key: Any
+    value: Any
+    constants: Any
+    spectrum: Any
+    ring: Any
+
+
+class StoreConstants(NamedTuple):
+    """What a store kernel is compiled for.
+
+    Attributes:
+        heads: KV heads.
+        block_sizes: tokens of a page, and of a ring's block; 0: nothing is written there.
+        transform: of channels.
+        dims: channels of a head of K and of V, as they come.
+        layout: of a page.
+        rows: of a program, each a group of 32 channels.
+        latent_rows: where pages have these, else None.
+        parts: of a program's rows; see `store_section`.
+    """
+
+    heads: int
+    block_sizes: tuple[int, int]
+    transform: Transform
+    dims: tuple[int, int]
+    layout: KernelLayout
+    rows: int
+    latent_rows: LatentRowLayout | None = None
+    parts: int = 1
+
+
+class PairConstants(NamedTuple):
+    """What `store_kernel` is compiled for. `queries`: None, where it rotates none."""
+
+    store: StoreConstants
+    queries: QueryConstants | None
 
 
 class StoreLaunch(Launch):
@@ -72,37 +150,43 @@ class StoreLaunch(Launch):
             assert one.heads in (None, heads), (one.heads, heads)
         if ring is not None:
             check_ring(ring, heads, ring_slot_bytes(codec.key.head_dim))
-        channels = [codec.key.channels, codec.value.channels]
-        transform = codec.key.transform
-        tables = channels if codec.transform_tables is None else codec.transform_tables
         of_ring = cache if ring is None else ring
-        unread = codec.key.rotation_constants
-        of_query = (unread, 0, 0, 0, 0.0, unread, 0) if queries is None else queries[1].fixed(queries[0])
-        padded_dim = power_of_2(codec.key.stored_dim)
-        layout = kernel_layout(codec.layout)
+        tables = [one.channels for one in (codec.key, codec.value)]  # not read
+        if codec.transform_tables is not None:
+            tables = list(codec.transform_tables)
+        of_key, of_value = (
+            Vectors(
+                x.stride(0), stride_of_heads(x), one.channels, head_stride(one.channels.view(-1, one.stored_dim)),
+                table, head_stride(table),
+            )
+            for x, one, table in zip((key, value), (codec.key, codec.value), tables, strict=True)
+        )  # fmt: skip
+        transform, layout = codec.key.transform, kernel_layout(codec.layout)
+        layer = StoreLayer(
+            blocks(cache), of_key, of_value, codec.key.rotation_constants, transform.spectrum, blocks(of_ring)
+        )  # fmt: skip
+        constants = StoreConstants(
+            heads,
+            (0 if only_ring else block_size, 0 if ring is None else ring.shape[2]),
+            Transform(
+                codec.key.fmt.rotation,
+                codec.key.order is not None or codec.value.order is not None,
+                codec.transform_tables is not None,
+                transform.needs_positions,
+                transform.mean_blocks,
+                transform.block_tokens,
+            ),
+            (codec.key.head_dim, codec.value.head_dim),
+            layout,
+            rows_of(layout),
+        )
+        if queries is None:
+            unread = codec.key.rotation_constants
+            rotation, of_queries = Rotation(unread, 0, 0, 0, 0.0, unread, 0), None
+        else:
+            rotation, of_queries = queries[1].fixed(queries[0]), queries[1].constants(queries[0], heads)
         super().__init__(
-            store_kernel,
-            Arguments(
-                cache, cache.stride(0), cache.stride(1),
-                key.stride(0), key.stride(1), value.stride(0), value.stride(1),
-                codec.key.rotation_constants,
-                *(x for one in channels for x in (one, 0 if one.ndim == 1 else one.stride(0))),
-                *(x for table in tables for x in (table, head_stride(table))),
-                transform.spectrum,
-                of_ring, of_ring.stride(0), of_ring.stride(1),
-                *of_query,
-            ),
-            dict(
-                TRANSFORMED=codec.transform_tables is not None, HAS_POSITIONS=transform.needs_positions,
-                MEAN_BLOCKS=transform.mean_blocks, MEAN_BLOCK_TOKENS=transform.block_tokens,
-                HEADS=heads, BLOCK_SIZE=block_size, ROWS=rows_of(layout), ROTATION=codec.key.fmt.rotation,
-                ORDERED=codec.key.order is not None or codec.value.order is not None,
-                HAS_PAGES=not only_ring, RING_BLOCK=0 if ring is None else ring.shape[2],
-                QUERY_GROUP=0 if queries is None else queries[0].shape[1] // heads, QUERY_DIM=key.shape[2],
-                QUERY_ROWS=QUERY_ROWS, QUERY_CHANNELS=QUERY_CHANNELS, PADDED_DIM=padded_dim,
-                BIAS_PROGRAMS=0 if queries is None else queries[1].bias_programs, COLUMNS=COLUMNS,
-                HEAD_DIM=codec.key.head_dim, VALUE_DIM=codec.value.head_dim, LAYOUT=layout,
-            ),
+            store_kernel, Arguments((layer, rotation)), dict(CONSTANTS=PairConstants(constants, of_queries)),
             num_warps=1, enable_fp_fusion=False,
         )  # fmt: skip
 
@@ -113,7 +197,7 @@ class StoreLaunch(Launch):
         slots: torch.Tensor,
         positions: torch.Tensor | None = None,
         ring_slots: torch.Tensor | None = None,
-        rotate: StepLaunch | None = None,
+        rotate: RotateStep | None = None,
     ) -> StepLaunch:
         """`positions`: None where nothing of the codec depends on them. `ring_slots`: where the first so many tokens go
         in the ring. `rotate`: of `RotateQueryLaunch` with the same positions, for the launch with queries."""
@@ -127,13 +211,15 @@ class StoreLaunch(Launch):
         if ring_slots is None:
             ring_slots = slots[:0]
         check_slots(slots, ring_slots)
-        nothing = slots.new_empty(0, dtype=torch.float16)  # its address is 0
-        _, *of_queries = (positions, nothing, nothing, 0) if rotate is None else rotate.arguments.values
+        if rotate is None:
+            nothing = slots.new_empty(0, dtype=torch.float16)  # its address is 0
+            targets, rows, rotating = (nothing, nothing), 0, 0
+        else:
+            targets, rows, rotating = (rotate.rotated, rotate.bias), rotate.rows, math.prod(rotate.launch.grid)
         layout = kernel_layout(codec.layout)
         groups = [power_of_2(section.groups) for section in layout.sections]
         programs = sum(-(-tokens * kv_heads // (rows_of(layout) // count)) for count in groups)
-        rotating = 0 if rotate is None else math.prod(rotate.grid)
-        arguments = Arguments(slots, tokens, positions, ring_slots, len(ring_slots), *of_queries)
+        arguments = Arguments(slots, tokens, positions, ring_slots, len(ring_slots), targets, rows)
         return StepLaunch((programs + -(-rotating // 2), 2, 1), arguments)
 
 
@@ -142,8 +228,20 @@ def rows_of(layout: KernelLayout) -> int:
     return max(ROWS, *(power_of_2(section.groups) for section in layout.sections))
 
 
+def blocks(cache: torch.Tensor) -> Blocks:
+    """Pages or a ring as kernels take them: [blocks, heads, tokens, bytes], or without heads."""
+    return Blocks(cache, cache.stride(0), stride_of_heads(cache) if cache.ndim == 4 else 0)
+
+
+def stride_of_heads(x: torch.Tensor) -> int:
+    """The stride of dimension 1, the heads; 0 of one head: Triton 3.6 has no strides of 1 in a record."""
+    return x.stride(1) if x.shape[1] > 1 else 0
+
+
 padded_groups = triton.constexpr_function(power_of_2)
 """Rows of a vector's section: a power of two, so that a rotation exchanges row and row ^ 2^i."""
+_QUERY_ROWS = tl.constexpr(QUERY_ROWS)
+_QUERY_CHANNELS = tl.constexpr(QUERY_CHANNELS)
 
 
 @triton.jit(
@@ -151,161 +249,91 @@ padded_groups = triton.constexpr_function(power_of_2)
     do_not_specialize_on_alignment=["slots_ptr", "positions_ptr", "ring_slots_ptr"],
 )
 def store_kernel(
-    key_ptr,
-    value_ptr,
-    query_ptr,
-    slots_ptr,
-    tokens,
-    positions_ptr,
-    ring_slots_ptr,
-    ring_tokens,
-    rotated_ptr,
-    query_bias_ptr,
-    query_rows,
-    cache_ptr,
-    cache_block_stride,
-    cache_head_stride,
-    key_token_stride,
-    key_head_stride,
-    value_token_stride,
-    value_head_stride,
-    constants_ptr,
-    key_channels_ptr,
-    key_channels_stride,
-    value_channels_ptr,
-    value_channels_stride,
-    key_table_ptr,
-    key_table_stride,
-    value_table_ptr,
-    value_table_stride,
-    spectrum_ptr,
-    ring_ptr,
-    ring_block_stride,
-    ring_head_stride,
-    columns_ptr,
-    query_token_stride,
-    query_head_stride,
-    matrix_head_stride,
-    query_scale,
-    means_ptr,
-    means_head_stride,
-    TRANSFORMED: tl.constexpr,
-    HAS_POSITIONS: tl.constexpr,
-    MEAN_BLOCKS: tl.constexpr,
-    MEAN_BLOCK_TOKENS: tl.constexpr,
-    HEADS: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    ROWS: tl.constexpr,
-    ORDERED: tl.constexpr,
-    HAS_PAGES: tl.constexpr,
-    RING_BLOCK: tl.constexpr,
-    QUERY_GROUP: tl.constexpr,
-    QUERY_DIM: tl.constexpr,
-    QUERY_ROWS: tl.constexpr,
-    QUERY_CHANNELS: tl.constexpr,
-    PADDED_DIM: tl.constexpr,
-    BIAS_PROGRAMS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-    ROTATION: tl.constexpr,
-    LAYOUT: tl.constexpr,
-):
-    """Store new tokens and, with QUERY_GROUP, rotate a step's queries and compute their biases.
+    key_ptr, value_ptr, query_ptr, slots_ptr, tokens, positions_ptr, ring_slots_ptr, ring_tokens, query_targets,
+    query_rows, fixed, CONSTANTS: tl.constexpr,
+):  # fmt: skip
+    """Store new tokens and, with `PairConstants.queries`, rotate a step's queries and compute their biases.
 
     Grid: (programs of each section in turn, K and V); behind these, those of the queries, in pairs.
 
     Args:
-        key_ptr, value_ptr: fp16, bf16 or fp32 [tokens, HEADS, HEAD_DIM] and [tokens, HEADS, VALUE_DIM], with
-            `key_token_stride`, `key_head_stride`, `value_token_stride` and `value_head_stride` (int32).
-        query_ptr: fp16, bf16 or fp32 [query tokens, HEADS * QUERY_GROUP, QUERY_DIM], with `query_token_stride` and
-            `query_head_stride` (int32).
+        key_ptr, value_ptr: fp16, bf16 or fp32 [tokens, heads, channels]; strides are in `StoreLayer`.
+        query_ptr: fp16, bf16 or fp32 [query tokens, heads * group, dim]; strides are in `Rotation`.
         slots_ptr: int32 or int64 [tokens], -1: not stored; tokens: int32.
-        positions_ptr: int64 [tokens]; read where HAS_POSITIONS, or MEAN_BLOCK_TOKENS is not 0.
+        positions_ptr: int64 [tokens]; read where `Transform` says so.
         ring_slots_ptr: int32 [ring_tokens], -1: not stored; ring_tokens: int32.
-        rotated_ptr: fp16 [query tokens, HEADS * QUERY_GROUP, stored_dim], contiguous; filled.
-        query_bias_ptr: fp32 [query tokens, HEADS * QUERY_GROUP, 1 + MEAN_BLOCKS], contiguous; see `bias_of_rows`.
-        query_rows: int32, query tokens times QUERY_GROUP.
-        cache_ptr: uint8 [blocks, HEADS, BLOCK_SIZE, slot_bytes], with `cache_block_stride` and `cache_head_stride`.
-        constants_ptr: fp32 [stored_dim], the rotations' constants by packed channel.
-        key_channels_ptr, value_channels_ptr: int64 [1 or HEADS, stored_dim], the channels in packing order, with
-            `key_channels_stride` and `value_channels_stride` over heads; read where ORDERED.
-        key_table_ptr, value_table_ptr: fp32 [1 or HEADS, 4, stored_dim] of `ChannelTransform.table`, with
-            `key_table_stride` and `value_table_stride` over heads; read where TRANSFORMED.
-        spectrum_ptr: fp32 [MEAN_BLOCKS, 2, stored_dim]; read where MEAN_BLOCK_TOKENS is not 0.
-        ring_ptr: uint8 [blocks, HEADS, RING_BLOCK, ring_slot_bytes], with `ring_block_stride` and `ring_head_stride`;
-            written where RING_BLOCK is not 0.
-        columns_ptr: fp16 [1 or HEADS, stored_dim, stored_dim], the rotation's matrix by columns, with
-            `matrix_head_stride`; query_scale: fp32.
-        means_ptr: fp32 [1 or HEADS, 3, stored_dim] of `Means.rows`, with `means_head_stride`.
-        LAYOUT: `KernelLayout`, which has stored_dim.
+        query_targets: fp16 [query tokens, heads * group, stored_dim], contiguous, filled with rotated queries; and fp32
+            [query tokens, heads * group, 1 + mean_blocks], contiguous; see `bias_of_rows`.
+        query_rows: int32, query tokens times group.
+        fixed: (`StoreLayer`, `Rotation`); without queries the rotation is not read.
+        CONSTANTS: `PairConstants`.
     """
-    STORED_DIM: tl.constexpr = LAYOUT.head_dim
+    STORE: tl.constexpr = CONSTANTS.store
+    LAYOUT: tl.constexpr = STORE.layout
+    HEADS: tl.constexpr = STORE.heads
+    ROWS: tl.constexpr = STORE.rows
+    layer = fixed[0]
     is_key = tl.program_id(1) == 0
     x_ptr = key_ptr if is_key else value_ptr
-    token_stride = key_token_stride if is_key else value_token_stride
-    head_stride = key_head_stride if is_key else value_head_stride
-    channels_ptr = key_channels_ptr if is_key else value_channels_ptr
-    channels_stride = key_channels_stride if is_key else value_channels_stride
-    table_ptr = key_table_ptr if is_key else value_table_ptr
-    table_stride = key_table_stride if is_key else value_table_stride
+    source = (
+        x_ptr,
+        layer.key.token_stride if is_key else layer.value.token_stride,
+        layer.key.head_stride if is_key else layer.value.head_stride,
+        layer.key.channels if is_key else layer.value.channels,
+        layer.key.channels_stride if is_key else layer.value.channels_stride,
+        layer.key.table if is_key else layer.value.table,
+        layer.key.table_stride if is_key else layer.value.table_stride,
+    )
     program = tl.program_id(0)
     for s in tl.static_range(len(LAYOUT.sections)):
         programs = tl.cdiv(tokens * HEADS, ROWS // padded_groups(LAYOUT.sections[s].groups))
         if (program >= 0) & (program < programs):
             store_section(
-                cache_ptr, cache_block_stride, cache_head_stride, slots_ptr, tokens,
-                x_ptr, token_stride, head_stride, constants_ptr, channels_ptr, channels_stride,
-                ring_ptr, ring_block_stride, ring_head_stride, ring_slots_ptr, ring_tokens, is_key, program,
-                positions_ptr, table_ptr, table_stride, spectrum_ptr,
-                TRANSFORMED, HAS_POSITIONS, MEAN_BLOCKS, MEAN_BLOCK_TOKENS,
-                HEADS, BLOCK_SIZE, ROWS, ORDERED, HAS_PAGES, RING_BLOCK, ROTATION, HEAD_DIM, VALUE_DIM,
-                s, LAYOUT, 1, 1,
+                source, slots_ptr, tokens, positions_ptr, ring_slots_ptr, ring_tokens, layer, is_key, program, 1, s,
+                STORE,
             )  # fmt: skip
         program -= programs
-    if QUERY_GROUP > 0:
-        ROTATED: tl.constexpr = PADDED_DIM // QUERY_CHANNELS
+    QUERIES: tl.constexpr = CONSTANTS.queries
+    if QUERIES is not None:
+        ROTATED: tl.constexpr = padded(QUERIES.stored_dim) // _QUERY_CHANNELS
+        BIAS_PROGRAMS: tl.constexpr = QUERIES.bias_programs
         PARTS: tl.constexpr = ROTATED + BIAS_PROGRAMS
+        rotated_ptr, query_bias_ptr = query_targets
         program = 2 * program + tl.program_id(1)
         part, head, block = program % PARTS, program // PARTS % HEADS, program // (PARTS * HEADS)
-        if (program >= 0) & (block * QUERY_ROWS < query_rows):
+        if (program >= 0) & (block * _QUERY_ROWS < query_rows):
             if BIAS_PROGRAMS > 0 and part >= ROTATED:
                 bias_of_rows(
-                    query_ptr, query_bias_ptr, positions_ptr, query_rows, block, head, part - ROTATED,
-                    query_token_stride, query_head_stride, query_scale, means_ptr, means_head_stride, spectrum_ptr,
-                    HEADS, QUERY_GROUP, QUERY_DIM, STORED_DIM, QUERY_ROWS, MEAN_BLOCKS, MEAN_BLOCK_TOKENS, COLUMNS,
-                    BIAS_PROGRAMS,
+                    query_ptr, query_bias_ptr, positions_ptr, query_rows, block, head, part - ROTATED, fixed[1],
+                    layer.spectrum, QUERIES,
                 )  # fmt: skip
             else:
-                rotate_rows(
-                    query_ptr, rotated_ptr, query_rows, block, head, part * QUERY_CHANNELS, columns_ptr,
-                    query_token_stride, query_head_stride, matrix_head_stride, query_scale,
-                    HEADS, QUERY_GROUP, QUERY_DIM, STORED_DIM, QUERY_CHANNELS,
-                )  # fmt: skip
+                rotate_rows(query_ptr, rotated_ptr, query_rows, block, head, part * _QUERY_CHANNELS, fixed[1], QUERIES)
 
 
 @triton.jit
 def store_section(
-    cache_ptr, cache_block_stride, cache_head_stride, slots_ptr, tokens,
-    x_ptr, token_stride, head_stride, constants_ptr, channels_ptr, channels_stride,
-    ring_ptr, ring_block_stride, ring_head_stride, ring_slots_ptr, ring_tokens, is_key, program,
-    positions_ptr, table_ptr, table_stride, spectrum_ptr,
-    TRANSFORMED: tl.constexpr, HAS_POSITIONS: tl.constexpr, MEAN_BLOCKS: tl.constexpr, MEAN_BLOCK_TOKENS: tl.constexpr,
-    HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, ROWS: tl.constexpr, ORDERED: tl.constexpr, HAS_PAGES: tl.constexpr,
-    RING_BLOCK: tl.constexpr, ROTATION: tl.constexpr, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
-    NUMBER: tl.constexpr, LAYOUT: tl.constexpr, PARTS: tl.constexpr, split, ROW: tl.constexpr = None,
+    source, slots_ptr, tokens, positions_ptr, ring_slots_ptr, ring_tokens, layer, is_key, program, split,
+    NUMBER: tl.constexpr, STORE: tl.constexpr,
 ):  # fmt: skip
-    """Store the groups of section NUMBER of ROWS / A_VECTOR vectors (token, head), those of program `program`; or, with
-    `split` programs for these, a share of them: all rotate whole vectors, and each quantises its PARTS / split parts of
-    the rows one after the other.
+    """Store the groups of section NUMBER of some vectors (token, head), those of program `program`; or, with `split`
+    programs for these, a share of them: all rotate whole vectors, and each quantises its parts / split parts of the
+    rows one after the other.
 
-    `x_ptr`, `channels_ptr` and `table_ptr` with their strides are those of K, with `is_key`, or of V; the other
-    arguments are `store_kernel`'s. ROW: `LatentRowLayout`, where pages have latent rows; else None.
+    `source`: pointer to the new vectors of K, with `is_key`, or of V, and the fields of their `Vectors`. The other
+    arguments are `store_kernel`'s.
     """
+    LAYOUT: tl.constexpr = STORE.layout
+    HEADS: tl.constexpr = STORE.heads
+    ROWS: tl.constexpr = STORE.rows
+    PARTS: tl.constexpr = STORE.parts
+    RING_BLOCK: tl.constexpr = STORE.block_sizes[1]
+    TRANSFORM: tl.constexpr = STORE.transform
     SECTION: tl.constexpr = LAYOUT.sections[NUMBER]
     GROUPS: tl.constexpr = SECTION.groups
     FIRST_GROUP: tl.constexpr = SECTION.first_group
     HEAD_GROUPS: tl.constexpr = len(LAYOUT.groups)
+    x_ptr, token_stride, head_stride, channels_ptr, channels_stride, table_ptr, table_stride = source
     index = tl.arange(0, 4 * ROWS)
     block = program // split if PARTS > 1 else program
     group, vector, exists = _own_groups(index, block, tokens, HEADS, ROWS, GROUPS)
@@ -318,29 +346,29 @@ def store_section(
     x_row = x_ptr + token * token_stride + head * head_stride
     channels_row = channels_ptr + head * channels_stride
     table_row = table_ptr + head * table_stride
-    mean_row, turn_row, turned = table_row, spectrum_ptr, tl.where(is_key, exists, False)
-    if HAS_POSITIONS:
+    mean_row, turn_row, turned = table_row, layer.spectrum, tl.where(is_key, exists, False)
+    if TRANSFORM.has_positions:
         position = tl.load(positions_ptr + token, mask=exists, other=1)
         mean_row += tl.where(position == 0, 2 * HEAD_GROUPS * 32, 0)
-        if MEAN_BLOCK_TOKENS > 0:
+        if TRANSFORM.mean_block_tokens > 0:
+            MEAN_BLOCKS: tl.constexpr = TRANSFORM.mean_blocks
+            MEAN_BLOCK_TOKENS: tl.constexpr = TRANSFORM.mean_block_tokens
             mean_block = tl.minimum(tl.maximum(position, 0) // MEAN_BLOCK_TOKENS, MEAN_BLOCKS - 1).to(tl.int32)
             turn_row += mean_block * (2 * HEAD_GROUPS * 32)
             turned = turned & (position != 0)
     scale_row = table_row + 3 * HEAD_GROUPS * 32
-    dim = HEAD_DIM if is_key else VALUE_DIM
+    KEY_DIM: tl.constexpr = STORE.dims[KEY]
+    VALUE_DIM: tl.constexpr = STORE.dims[VALUE]
+    dim = KEY_DIM if is_key else VALUE_DIM
     x = load_rotated(
-        x_row, channels_row, constants_ptr, FIRST_GROUP + group, exists, index, ORDERED, ROTATION,
-        mean_row, scale_row, TRANSFORMED, turn_row, turned, HEAD_GROUPS * 32, MEAN_BLOCK_TOKENS > 0,
-        dim, HEAD_DIM % 32 != 0 or VALUE_DIM != HEAD_DIM,
+        x_row, channels_row, layer.constants, FIRST_GROUP + group, exists, index,
+        (mean_row, scale_row, turn_row, turned), dim, HEAD_GROUPS * 32, KEY_DIM % 32 != 0 or VALUE_DIM != KEY_DIM,
+        TRANSFORM,
     )  # fmt: skip
-    if ROTATION == "hadamard":
+    if TRANSFORM.rotation == "hadamard":
         x = hadamard(x, group, index, GROUPS)
     if PARTS == 1:
-        _store_groups(
-            x, group, head, slot, ring_slot, cache_ptr, cache_block_stride, cache_head_stride,
-            ring_ptr, ring_block_stride, ring_head_stride, is_key, BLOCK_SIZE, HAS_PAGES, RING_BLOCK, NUMBER, LAYOUT,
-            ROW,
-        )  # fmt: skip
+        _store_groups(x, group, head, slot, ring_slot, layer, is_key, NUMBER, STORE)
     else:
         first = program % split * (PARTS // split)
         for part in range(first, first + PARTS // split):
@@ -351,8 +379,7 @@ def store_section(
             own_group, own_vector, _ = _own_groups(own, block, tokens, HEADS, ROWS, GROUPS)
             _store_groups(
                 y, own_group, (own_vector % HEADS).to(tl.int64), tl.gather(slot, own, 0), tl.gather(ring_slot, own, 0),
-                cache_ptr, cache_block_stride, cache_head_stride, ring_ptr, ring_block_stride, ring_head_stride, is_key,
-                BLOCK_SIZE, HAS_PAGES, RING_BLOCK, NUMBER, LAYOUT, ROW,
+                layer, is_key, NUMBER, STORE,
             )  # fmt: skip
 
 
@@ -368,15 +395,17 @@ def _own_groups(index, block, tokens, HEADS: tl.constexpr, ROWS: tl.constexpr, G
 
 @triton.jit
 def _store_groups(
-    x, group, head, slot, ring_slot, cache_ptr, cache_block_stride, cache_head_stride, ring_ptr, ring_block_stride,
-    ring_head_stride, is_key, BLOCK_SIZE: tl.constexpr, HAS_PAGES: tl.constexpr, RING_BLOCK: tl.constexpr,
-    NUMBER: tl.constexpr, LAYOUT: tl.constexpr, ROW: tl.constexpr,
+    x, group, head, slot, ring_slot, layer, is_key, NUMBER: tl.constexpr, STORE: tl.constexpr
 ):  # fmt: skip
     """Quantise rotated groups and write them to the ring and to pages.
 
     x: 8 fp32 tensors [lanes]; group, of the section, int32, and head, slot and ring_slot, int64 [lanes]. The other
     arguments are `store_section`'s.
     """
+    LAYOUT: tl.constexpr = STORE.layout
+    BLOCK_SIZE: tl.constexpr = STORE.block_sizes[0]
+    RING_BLOCK: tl.constexpr = STORE.block_sizes[1]
+    ROW: tl.constexpr = STORE.latent_rows
     SECTION: tl.constexpr = LAYOUT.sections[NUMBER]
     CODE: tl.constexpr = SECTION.code
     BINS: tl.constexpr = SECTION.bins
@@ -386,19 +415,21 @@ def _store_groups(
     lane = index % 4
     stored = slot >= 0
     slot = tl.where(stored, slot, 0)
-    inside = slot % BLOCK_SIZE
-    page = cache_ptr + slot // BLOCK_SIZE * cache_block_stride + head * cache_head_stride
+    inside, page = slot, layer.cache.pointer
+    if BLOCK_SIZE > 0:
+        inside = slot % BLOCK_SIZE
+        page = page + slot // BLOCK_SIZE * layer.cache.block_stride + head * layer.cache.head_stride
     RING: tl.constexpr = LAYOUT.ring
     if RING_BLOCK > 0:
         in_ring = ring_slot >= 0
         ring_slot = tl.where(in_ring, ring_slot, 0)
-        entry = ring_ptr + ring_slot // RING_BLOCK * ring_block_stride + head * ring_head_stride
+        entry = layer.ring.pointer + ring_slot // RING_BLOCK * layer.ring.block_stride + head * layer.ring.head_stride
         entry += ring_slot % RING_BLOCK * RING.slot_bytes
         if is_key:
             store_ring(entry, x, FIRST_GROUP + group, index, in_ring, KEY, RING)
         else:
             store_ring(entry, x, FIRST_GROUP + group, index, in_ring, VALUE, RING)
-    if HAS_PAGES:
+    if BLOCK_SIZE > 0:
         if len(CODE.magnitudes) == 0:
             magnitudes, signs, scale = round_to_half(x)
         else:
