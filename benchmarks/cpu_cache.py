@@ -54,13 +54,13 @@ def measure(model: PreTrainedModel, context: int, options: argparse.Namespace) -
     for name in options.dtypes:
         caches |= {name: packed.PackedCache(name), name + PYTORCH: without_kernels(name)}
     for cache in caches.values():
-        model(prompt, past_key_values=cache, logits_to_keep=1)
+        model(prompt, **{packed.CACHE_ARGUMENT: cache}, logits_to_keep=1)
     clock = time.process_time if options.threads == 1 else time.perf_counter
     times: dict[str, list[float]] = {name: [] for name in caches}
     for turn in range(options.rounds + 1):
         for name, cache in caches.items():
             before = clock()
-            model(prompt[:, :1], past_key_values=cache)
+            model(prompt[:, :1], **{packed.CACHE_ARGUMENT: cache})
             if turn:  # the first one warms up
                 times[name].append(clock() - before)
             cache.crop(-1)

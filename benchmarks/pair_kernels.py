@@ -29,6 +29,8 @@ from packed_kv.channel_calibration import UNCALIBRATED, ChannelCalibration
 from packed_kv.codecs.pages import PagedCodec
 from packed_kv.codecs.ring import Ring
 from packed_kv.formats import FORMATS
+from packed_kv.gpu_generations import generation_of
+from packed_kv.kernels.cuda import grids
 from packed_kv.kernels.cuda import launch as cuda
 from packed_kv.kernels.triton import decode as decode_module
 from packed_kv.kernels.triton.means import Means
@@ -118,17 +120,18 @@ class Layers:
         forward = rotation_matrix(self.codec.key, KV_HEADS)
         backward = rotation_matrix(self.codec.value, KV_HEADS, inverse=True)
         sm_count = torch.cuda.get_device_properties(0).multi_processor_count
+        generation = generation_of(torch.cuda.get_device_capability(0))
         shape = decode_module.DecodeShape(KV_HEADS, group, HEAD_DIM)
-        grid = cuda.Grid(1, splits or shape.splits(requests, self.query_tokens, sm_count), is_final=False)
+        grid = grids.Grid(1, splits or shape.splits(requests, self.query_tokens, sm_count, generation), is_final=False)
         if kernel == "cuda" and splits is None:
-            card, columns = cuda.card_of(self.page, KV_HEADS, sm_count), cuda.column_count(group, self.query_tokens)
-            passes = cuda.pass_count(group, self.query_tokens)
-            grid = cuda.grid(requests * passes, card, columns)
+            card, columns = grids.card_of(self.page, KV_HEADS, sm_count), grids.column_count(group, self.query_tokens)
+            passes = grids.pass_count(group, self.query_tokens)
+            grid = grids.grid(requests * passes, card, columns)
         rotated = torch.empty(tokens, KV_HEADS, group, HEAD_DIM, dtype=torch.float16, device="cuda")
         parts, schedule = (tokens, group * KV_HEADS, grid.blocks), None
         if grid.is_final:
-            schedulers = cuda.make_schedulers(requests, card, {columns: passes}, torch.device("cuda"))
-            schedule = schedulers[cuda.kind_of(requests * passes, card, columns)](self.seq_lens, passes)
+            schedulers = grids.make_schedulers(requests, card, {columns: passes}, torch.device("cuda"))
+            schedule = schedulers[grids.kind_of(requests * passes, card, columns)](self.seq_lens, passes)
             parts = (grid.blocks, KV_HEADS, columns)
         partial, stats = (torch.empty(*parts, size, device="cuda") for size in (HEAD_DIM, 2))
         outputs = [output.view(rotated.shape) for output in self.outputs]
@@ -196,9 +199,9 @@ def time_schedulers() -> None:
     sm_count = torch.cuda.get_device_properties(0).multi_processor_count
     for max_num_seqs in (128, 256, 1024):
         for requests in (n for n in (4, 32, 128, 256, 1024) if n <= max_num_seqs):
-            card, columns = cuda.Card(KV_HEADS, HEAD_DIM, sm_count), 4
-            schedulers = cuda.make_schedulers(max_num_seqs, card, {columns: 1}, torch.device("cuda"))
-            scheduler = schedulers[cuda.kind_of(requests, card, columns)]
+            card, columns = grids.Card(KV_HEADS, HEAD_DIM, sm_count), 4
+            schedulers = grids.make_schedulers(max_num_seqs, card, {columns: 1}, torch.device("cuda"))
+            scheduler = schedulers[grids.kind_of(requests, card, columns)]
             seq_lens = torch.randint(1, 20000, (requests,), dtype=torch.int32, device="cuda")
             times = interleaved({"schedule": lambda scheduler=scheduler, lengths=seq_lens: scheduler(lengths)})
             case = f"schedule of {requests} requests, max_num_seqs {max_num_seqs}"

@@ -30,7 +30,7 @@ from packed_kv.attention.passes import PassLimits, plan_passes
 from packed_kv.attention.prefix import Span, key_part
 from packed_kv.codecs.pages import PagedCodec
 from packed_kv.formats import FORMATS
-from packed_kv.kernels.cuda import COLUMNS
+from packed_kv.kernels.cuda import COLUMNS, grids, pass_tokens
 from packed_kv.kernels.cuda import launch as cuda
 from packed_kv.kernels.cuda.kernel import machine_code
 from packed_kv.kernels.cuda.prefix_launch import THIRDS, CudaPrefix, PrefixSchedules, prefix_arguments
@@ -63,7 +63,7 @@ class Case:
         self.codec = PagedCodec(FORMATS[name], head_dim, device="cuda")
         self.page = page_layout(FORMATS[name], head_dim)
         self.requests, self.prefix, self.passes, self.group = requests, prefix, passes, group
-        self.tokens = passes * cuda.pass_tokens(group)
+        self.tokens = passes * pass_tokens(group)
         blocks = requests * -(-prefix // BLOCK_SIZE)
         shape = (blocks, KV_HEADS, BLOCK_SIZE, self.codec.slot_bytes)
         self.caches = [torch.randint(0, 256, shape, dtype=torch.uint8, device="cuda") for _ in range(LAYERS)]
@@ -84,10 +84,10 @@ class Case:
 
     def in_passes(self, thirds: int) -> dict[str, Round]:
         """Return the rounds of `passes`. `thirds`: of a block's load, see `Scheduler`."""
-        card = cuda.card_of(self.page, KV_HEADS, torch.cuda.get_device_properties(0).multi_processor_count)
+        card = grids.card_of(self.page, KV_HEADS, torch.cuda.get_device_properties(0).multi_processor_count)
         passes = plan_passes(
             self.starts.tolist(), [self.prefix + self.tokens] * self.requests, 0,
-            PassLimits(self.passes, self.requests * self.passes, cuda.pass_tokens(self.group), len(self.query)),
+            PassLimits(self.passes, self.requests * self.passes, pass_tokens(self.group), len(self.query)),
         )  # fmt: skip
         table, head_dim = torch.tensor(passes, dtype=torch.int32, device="cuda"), self.query.shape[2]
         schedules = PrefixSchedules(len(passes), card, table.device, thirds)

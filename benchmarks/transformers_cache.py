@@ -21,7 +21,7 @@ from pathlib import Path
 
 import torch
 from packed_kv.layout import RECENT_TOKENS
-from packed_kv.transformers import PackedCache
+from packed_kv.transformers import CACHE_ARGUMENT, PackedCache
 from packed_kv_quality.teacher_forced import text_windows, token_kl
 from packed_kv_quality.uncertainty import block_means, standard_error
 from transformers import AutoModelForCausalLM, AutoTokenizer, Cache, DynamicCache, PreTrainedModel
@@ -66,7 +66,7 @@ def step(model: PreTrainedModel, ids: torch.Tensor, cache: Cache, spent: list[fl
     """Log-probabilities fp32 [windows, vocabulary] after one more token of each; its seconds are added to `spent`."""
     start = time.perf_counter()
     with torch.inference_mode():
-        logits = model(ids, past_key_values=cache, use_cache=True).logits[:, -1]
+        logits = model(ids, **{CACHE_ARGUMENT: cache}, use_cache=True).logits[:, -1]
     spent.append(time.perf_counter() - start)
     return logits.float().log_softmax(-1)
 

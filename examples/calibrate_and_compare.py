@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 from packed_kv import FORMATS
-from packed_kv.transformers import PackedCache
+from packed_kv.transformers import CACHE_ARGUMENT, PackedCache
 from tq_calibrate.cli import main as tq_calibrate
 from transformers import AutoModelForCausalLM, AutoTokenizer, Cache, DynamicCache, PreTrainedModel
 
@@ -27,7 +27,7 @@ def predictions(model: PreTrainedModel, ids: torch.Tensor, cache: Cache) -> torc
     half = ids.shape[1] // 2
     steps = [ids[:, :half], *ids[:, half:].split(1, dim=1)]
     with torch.inference_mode():
-        logits = [model(step, past_key_values=cache).logits[0, -1] for step in steps]
+        logits = [model(step, **{CACHE_ARGUMENT: cache}).logits[0, -1] for step in steps]
     return torch.stack(logits[1:]).float().log_softmax(-1)
 
 

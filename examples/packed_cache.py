@@ -11,7 +11,7 @@ import argparse
 from pathlib import Path
 
 from packed_kv import FORMATS
-from packed_kv.transformers import PackedCache
+from packed_kv.transformers import CACHE_ARGUMENT, PackedCache
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
 DEMO_MODEL = Path(__file__).parents[1] / "models" / "demo-7m"
@@ -44,7 +44,7 @@ def main() -> None:
     for name, cache in (("transformers", plain), (options.dtype, packed)):
         tokens = model.generate(
             **inputs,
-            past_key_values=cache,
+            **{CACHE_ARGUMENT: cache},
             max_new_tokens=options.tokens,
             do_sample=False,
             pad_token_id=tokenizer.pad_token_id,

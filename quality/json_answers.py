@@ -17,6 +17,7 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
+from packed_kv.private_file import replace_file, why_not_replaced
 from packed_kv_quality.engines import apart, engine, memory, prepare_environment
 
 SUBJECTS = ("a person", "a place", "a journey", "a conversation", "a house", "a meal", "a letter", "an animal")
@@ -125,13 +126,15 @@ def main() -> int:
     add("--kv-bytes", type=memory, default=memory("1G"), help="of the KV cache (default: 1G)")
     add("--out", type=Path, help="JSON file of the figures and answers")
     options = parser.parse_args()
+    if options.out and (reason := why_not_replaced(options.out)):
+        parser.error(f"--out: {reason}; give another file")
     prepare_environment(small_model=True)
     found = {dtype: apart(answer, dtype, options) for dtype in ("auto", *options.dtypes)}
     rows = {dtype: figures(answers, found["auto"]) for dtype, answers in found.items()}
     for dtype, row in rows.items():
         print(f"{dtype}: {', '.join(f'{name} {value}' for name, value in row.items())}", flush=True)
     if options.out:
-        options.out.write_text(json.dumps({"figures": rows, "answers": found}, indent=1) + "\n")
+        replace_file(options.out, (json.dumps({"figures": rows, "answers": found}, indent=1) + "\n").encode())
     return 0
 
 

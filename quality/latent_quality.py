@@ -31,6 +31,7 @@ from packed_kv.channel_calibration import UNCALIBRATED, ChannelCalibration, Laye
 from packed_kv.codecs import ring
 from packed_kv.codecs.latent import LatentCodec
 from packed_kv.formats import Format
+from packed_kv.private_file import open_regular
 from packed_kv_quality.recall import recall_prompts
 from packed_kv_quality.teacher_forced import token_kl
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -188,7 +189,7 @@ def text_rows(tokenizer: Any, paths: Sequence[Path], tokens: int, context: int) 
 def append_row(path: Path, row: Mapping[str, object]) -> None:
     """Add a row to a CSV file, which gets the row's columns if it is new."""
     is_new = not path.exists()
-    with path.open("a", newline="") as file:
+    with open(path, "a", newline="", opener=open_regular) as file:
         writer = csv.DictWriter(file, list(row))
         if is_new:
             writer.writeheader()

@@ -36,7 +36,10 @@ from packed_kv.calibration_file import Calibration, load
 from packed_kv.channel_calibration import LayerCalibration
 from packed_kv.codecs.pages import PagedCodec
 from packed_kv.codecs.transform import ChannelTransform
+from packed_kv.json_file import read_json
 from packed_kv.layout import RECENT_TOKENS
+from packed_kv.private_file import replace_file
+from packed_kv.transformers import CACHE_ARGUMENT
 from packed_kv_quality.teacher_forced import text_windows, through_e4m3, token_kl
 from tq_calibrate.collect import ATTENTION, Collector
 from tq_calibrate.model import load_model
@@ -59,7 +62,7 @@ class FarPacked:
     def log_probs(self, ids: torch.Tensor, cache: DynamicCache, scored: int) -> torch.Tensor:
         """Return log probabilities, fp32 [scored, vocabulary], of the tokens that follow the last `scored` of a context
         int64 [1, tokens]. The cache holds those before them, and afterwards again."""
-        logits = self.model(ids[:, -scored:], past_key_values=cache, use_cache=True).logits[0]
+        logits = self.model(ids[:, -scored:], **{CACHE_ARGUMENT: cache}, use_cache=True).logits[0]
         cache.crop(-scored)
         return logits.float().log_softmax(-1)
 
@@ -129,7 +132,7 @@ class Results:
 
     def __init__(self, path: Path | None) -> None:
         self.path = path
-        rows = json.loads(path.read_text()) if path and path.exists() else []
+        rows = read_json(path) if path and path.exists() else []
         self.kl = {(Case(**row["case"]), row["window"]): row["kl"] for row in rows}
 
     def add(self, case: Case, window: str, kl: float) -> None:
@@ -138,7 +141,7 @@ class Results:
     def save(self) -> None:
         if self.path:
             rows = [{"case": asdict(case), "window": window, "kl": kl} for (case, window), kl in self.kl.items()]
-            self.path.write_text(json.dumps(rows, indent=1) + "\n")
+            replace_file(self.path, (json.dumps(rows, indent=1) + "\n").encode())
 
     def of(self, case: Case, windows: Sequence[str]) -> list[float]:
         return [self.kl[case, window] for window in windows]
@@ -159,7 +162,7 @@ def measure(run: FarPacked, ids: torch.Tensor, cases: Sequence[Case], files: Map
     scored, found = ids.shape[1] - prompt, {}
     with torch.inference_mode():
         run.codecs = {}
-        run.model.base_model(ids[:, :prompt], past_key_values=cache, use_cache=True)
+        run.model.base_model(ids[:, :prompt], **{CACHE_ARGUMENT: cache}, use_cache=True)
         exact = run.log_probs(ids, cache, scored)
         for case in cases:
             run.codecs, run.recent = layer_codecs(case.dtype, cache, files[case.file]), case.recent

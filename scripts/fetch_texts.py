@@ -59,8 +59,9 @@ def make(folder: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, metavar="DIR", help="folder to write into (default: in the user's cache)")
-    folder = parser.parse_args().out or cache_folder() / "texts"
+    options = parser.parse_args()
     try:
+        folder = options.out or cache_folder() / "texts"
         if not all((folder / name).exists() for name in TEXTS):
             make(folder)
     except FetchError as error:

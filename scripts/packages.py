@@ -13,8 +13,11 @@ class FetchError(RuntimeError):
 
 
 def cache_folder() -> Path:
-    """packed-kv's folder in the user's cache."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "packed-kv"
+    """packed-kv's folder in the user's cache. Raises FetchError for a user without a home folder."""
+    path = os.path.expanduser(os.environ.get("XDG_CACHE_HOME") or "~/.cache")
+    if path.startswith("~"):
+        raise FetchError("there is no home folder (HOME is not set); name a folder as --out or XDG_CACHE_HOME")
+    return Path(path, "packed-kv")
 
 
 def download(package: str, version: str, folder: Path, pattern: str) -> Path:

@@ -43,6 +43,19 @@ all_tests() {
     return "$failed"
 }
 
+# PackedCache with a transformers that vLLM does not take, in a folder of its own before the pinned one.
+NEWEST_TRANSFORMERS=5.24.0
+newest_transformers() {
+    local folder=$VENV/transformers-$NEWEST_TRANSFORMERS
+    if [[ ! -d $folder ]]; then
+        rm -rf "$folder.part"
+        "$bin/python" -m pip install --quiet --no-deps --target "$folder.part" "transformers==$NEWEST_TRANSFORMERS"
+        mv "$folder.part" "$folder"
+    fi
+    PYTHONPATH=$folder EXPECTED_TRANSFORMERS=$NEWEST_TRANSFORMERS "$bin/python" -m pytest --quick \
+        -W 'error:.*past_key_values:FutureWarning' tests/test_{transformers,encoder_decoder}_cache.py
+}
+
 say "ruff"
 "$bin/ruff" check .
 say "mypy"
@@ -56,6 +69,8 @@ fi
 if [[ -z $which ]]; then
     say "docs"
     PACKED_KV_PYTHON=$bin/python scripts/docs.sh
+    say "PackedCache with transformers $NEWEST_TRANSFORMERS"
+    newest_transformers
 fi
 say "packed-kv-patch verify"
 if [[ $which ]]; then

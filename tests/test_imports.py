@@ -11,9 +11,9 @@ from checkout import REPO
 
 PACKAGE = REPO / "overlay" / "packed_kv"
 FLOORS = (
-    "formats", "layout", "json_file", "child_process", "model", "refusals",
+    "formats", "layout", "gpu_generations", "private_file", "json_file", "child_process", "model", "refusals",
     "channel_calibration", "calibration_content", "calibration_file", "codecs", "reference", "kernels",
-    "vllm_compat", "settings", "window", "attention", "sharing", "engine", "plugin",
+    "vllm_compat", "settings", "window", "attention", "sharing", "planning", "engine", "plugin",
 )  # fmt: skip
 """Rooms from the bottom up. A module imports its own room and those below it."""
 BESIDE = {
@@ -32,6 +32,7 @@ BESIDE = {
     "selftest": {
         "formats",
         "layout",
+        "gpu_generations",
         "child_process",
         "refusals",
         "codecs",
@@ -41,10 +42,11 @@ BESIDE = {
         "window",
         "attention",
     },
-    "planning": {"formats", "layout", "json_file", "model", "refusals", "kernels", "attention"},
     "commands": {
         "formats",
         "layout",
+        "gpu_generations",
+        "private_file",
         "json_file",
         "child_process",
         "model",
@@ -59,7 +61,7 @@ KNOWS_VLLM = {"vllm_compat", "settings", "window", "attention", "sharing", "engi
 PROBE = "commands.probe"
 """Imports vLLM, in a process of its own."""
 NO_TORCH = {
-    "formats", "layout", "json_file", "child_process", "model", "refusals",
+    "formats", "layout", "gpu_generations", "private_file", "json_file", "child_process", "model", "refusals",
     "channel_calibration", "calibration_content", "calibration_file", "planning", "commands",
 }  # fmt: skip
 THIRD_PARTY = {"torch", "triton", "vllm", "transformers"}

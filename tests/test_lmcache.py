@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import SimpleNamespace
 
 import lmcache_interface
@@ -54,8 +55,8 @@ def test_vectors_are_those_of_the_codec(name: str, monkeypatch: pytest.MonkeyPat
     vectors = [x.reshape(-1, 64) for x in source.tensor]
     codecs = [get_codec(name, 64, role) for role in ("key", "value")]
     expected = torch.cat([codec.encode(x).flatten() for codec, x in zip(codecs, vectors, strict=True)])
-    assert torch.equal(packed[lmcache.DIGEST_BYTES :], expected)
-    assert len(packed) == lmcache.DIGEST_BYTES + SHAPE.numel() // 64 * FORMATS[name].vector_bytes(64)
+    assert torch.equal(packed[lmcache.HEAD_BYTES :], expected)
+    assert len(packed) == lmcache.HEAD_BYTES + SHAPE.numel() // 64 * FORMATS[name].vector_bytes(64)
     decoded = [codec.decode(codec.encode(x)) for codec, x in zip(codecs, vectors, strict=True)]
     assert torch.equal(result.tensor, torch.stack(decoded).view(SHAPE).bfloat16())
 
@@ -84,6 +85,47 @@ def test_other_bytes_are_refused(dtype: str, shape: torch.Size, damaged: int) ->
     reader.close()
 
 
+def zeros_behind_the_head(packed: torch.Tensor) -> None:
+    """Zeros of a file system that lost the end of a write."""
+    packed[lmcache.HEAD_BYTES :] = 0
+
+
+def half(packed: torch.Tensor) -> None:
+    packed[len(packed) // 2 :] = 0
+
+
+def one_bit(packed: torch.Tensor) -> None:
+    packed[-1] ^= 1
+
+
+def checksum(packed: torch.Tensor) -> None:
+    packed[lmcache.DIGEST_BYTES] ^= 1
+
+
+@pytest.mark.parametrize("damage", [zeros_behind_the_head, half, one_bit, checksum], ids=lambda f: f.__name__)
+def test_damaged_bytes_are_refused(damage: Callable[[torch.Tensor], None]) -> None:
+    """Wherever the damage is, before a chunk is changed."""
+    packed, _ = serve(chunk(SHAPE), "tq4")
+    damage(packed)
+    reader = lmcache.create({"dtype": "tq4", "head_dim": 64, "device": "cpu"})
+    result = Memory(torch.zeros(SHAPE))
+    with pytest.raises(ValueError, match=f"a chunk of {len(packed)} bytes is damaged"):
+        reader._deserializer.deserialize(Memory(packed), result, None)
+    assert not result.tensor.any()
+    reader.close()
+
+
+def test_what_lies_behind_a_chunk_does_not_count() -> None:
+    """LMCache's buffers may be longer than what is written."""
+    vectors, source = lmcache.PackedVectors("tq4", 64, "cpu"), chunk(SHAPE).tensor
+    end = vectors.size([SHAPE])
+    buffer, result = torch.zeros(end + 100, dtype=torch.uint8), torch.empty_like(source)
+    assert vectors.pack([source], buffer) == end
+    buffer[end:] = 7
+    vectors.unpack(buffer, [result])
+    assert result.any()
+
+
 @pytest.mark.parametrize("shape", [(3, 20, 128), (1, 3, 20, 128), (2, 3, 20, 96)], ids=str)
 def test_shapes_that_are_refused(shape: tuple[int, ...]) -> None:
     serde = lmcache.create({"dtype": "tq4", "head_dim": 64})
@@ -104,7 +146,7 @@ def test_odd_shapes_and_dtypes(shape: tuple[int, ...], head_dim: int, dtype: tor
     packed, result = serve(source, "tq4", head_dim)
     codecs = [get_codec("tq4", head_dim, role) for role in ("key", "value")]
     vectors = [x.reshape(-1, head_dim) for x in source.tensor]
-    assert len(packed) == lmcache.DIGEST_BYTES + sum(map(len, vectors)) * codecs[0].vector_bytes
+    assert len(packed) == lmcache.HEAD_BYTES + sum(map(len, vectors)) * codecs[0].vector_bytes
     decoded = [codec.decode(codec.encode(x)).to(dtype) for codec, x in zip(codecs, vectors, strict=True)]
     assert torch.equal(result.tensor.float(), torch.stack(decoded).view(shape).float())
 

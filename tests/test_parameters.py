@@ -14,14 +14,14 @@ EXCEPTIONS = {
     "vLLM gives these arguments": (
         "overlay/packed_kv/attention/impl.py PackedAttentionImpl",
         "overlay/packed_kv/attention/latent/impl.py LatentAttentionImpl",
-        "overlay/packed_kv/attention/latent/sparse_impl.py SparseLatentImpl",
+        "overlay/packed_kv/attention/sparse/impl.py SparseLatentImpl",
         "tests/support/sparse_models.py pick_on_cuda",
     ),
     "a batch's metadata, as vLLM has one class for each kind of attention": (
         "overlay/packed_kv/attention/metadata.py PackedMetadata",
     ),
     "tensors side by side, each with a name and a shape": (
-        "overlay/packed_kv/attention/latent/picks_on_cuda.py PickMemory",
+        "overlay/packed_kv/attention/sparse/flash.py SparseMemory",
         "calibration/tq_calibrate/statistics.py LayerStatistics",
     ),
     "constants that a kernel is compiled with": (

@@ -17,7 +17,7 @@ from packed_kv.codecs import ring
 from packed_kv.codecs.pages import PagedCodec
 from packed_kv.layout import MEAN_BLOCK
 from packed_kv.reference.attention import AttentionOptions, RecentVectors, attend
-from packed_kv.transformers import PackedCache, PackedLayer
+from packed_kv.transformers import CACHE_ARGUMENT, PackedCache, PackedLayer
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -260,8 +260,8 @@ def test_sequences_move_with_all_that_is_theirs(change, calibration):
 
 def generate(model, inputs, cache, tokens: int = 24, **options) -> torch.Tensor:
     return model.generate(
-        **inputs, past_key_values=cache, max_new_tokens=tokens, min_new_tokens=tokens, do_sample=False, pad_token_id=1,
-        **options,
+        **inputs, **{CACHE_ARGUMENT: cache}, max_new_tokens=tokens, min_new_tokens=tokens, do_sample=False,
+        pad_token_id=1, **options,
     )  # fmt: skip
 
 
@@ -352,7 +352,7 @@ def test_a_sliding_layer_holds_its_window(prompt):
     sliding, full = PackedCache("tq4", config=model.config, recent_tokens=4), PackedCache("tq4", recent_tokens=4)
     with torch.no_grad():
         for start, end in [(0, prompt), *((at, at + 1) for at in range(prompt, prompt + 20)), (prompt + 20, None)]:
-            ours, theirs = (model(ids[:, start:end], past_key_values=cache).logits for cache in (sliding, full))
+            ours, theirs = (model(ids[:, start:end], **{CACHE_ARGUMENT: cache}).logits for cache in (sliding, full))
             assert relative_rms(ours, theirs) < 1e-5
     assert sliding.get_seq_length() == full.get_seq_length() == prompt + 30
     a_token = 2 * HEADS * FORMATS["tq4"].slot_bytes(64)

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import html
+import io
 import math
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from packed_kv.private_file import replace_file, why_not_replaced
 
 from .errors import UserError
 from .show import ROLES, Rows, read, stored_rms, summary
@@ -40,11 +43,14 @@ def report(path: str, folder: Path) -> Path:
     if any(not entry.get(f"{role}_channel_rms") for entry in entries.values() for role in ROLES):
         raise UserError(f"{path} has no energies of channels; make a new file with: tq-calibrate model MODEL")
     digits = len(str(max(entries)))
+    images = {layer: f"layer-{layer:0{digits}d}.png" for layer in entries}
+    page = folder / "index.html"
+    for name in (page.name, *images.values()):
+        if reason := why_not_replaced(folder / name):
+            raise UserError(f"--out: {reason}; name another folder")
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        images = []
         for layer, entry in entries.items():
-            images.append(f"layer-{layer:0{digits}d}.png")
             known = calibration.layers[layer]
             figure = Figure(figsize=(20, 1.6 + 0.3 * known.kv_heads), layout="constrained")
             means = known.key.mean or [[0.0] * calibration.head_size] * known.kv_heads
@@ -55,11 +61,13 @@ def report(path: str, folder: Path) -> Path:
             _heat_map(middle, "K as stored", key, known.key.outlier_channels)
             _heat_map(right, "V as stored", value, known.value.outlier_channels)
             figure.suptitle(f"layer {layer}")
-            figure.savefig(folder / images[-1], dpi=100)
-        page = folder / "index.html"
-        shown = "\n".join(f'<img src="{image}" alt="{image}">' for image in images)
+            image = io.BytesIO()
+            figure.savefig(image, dpi=100)
+            replace_file(folder / images[layer], image.getvalue())
+        shown = "\n".join(f'<img src="{name}" alt="{name}">' for name in images.values())
         title = html.escape(f"KV calibration of {content.get('model_name') or path}")
-        page.write_text(PAGE.format(title=title, summary=html.escape(summary(path)), layers=shown), encoding="utf-8")
+        text = PAGE.format(title=title, summary=html.escape(summary(path)), layers=shown)
+        replace_file(page, text.encode())
     except OSError as error:
         raise UserError(f"--out {folder} cannot be written ({error.strerror})") from error
     return page

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import time
 from importlib.util import find_spec
@@ -101,7 +102,7 @@ def _observe(options: argparse.Namespace, model: TransformersModel | VllmModel) 
 
 def _out(options: argparse.Namespace) -> Path:
     """The output path. Raises UserError if it is not writable."""
-    out = options.out.expanduser().resolve() if options.out else model_folder(options.model) / FILE_NAME
+    out = Path(os.path.expanduser(options.out)).resolve() if options.out else model_folder(options.model) / FILE_NAME
     check_writable(out)
     return out
 

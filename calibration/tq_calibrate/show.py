@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import math
 import statistics
-from pathlib import Path
 from typing import Any
 
 from packed_kv.calibration_file import Calibration, load
 from packed_kv.channel_calibration import LayerCalibration
+from packed_kv.json_file import read_json
 from packed_kv.layout import MEAN_BLOCK
 from packed_kv.model.rope import Rope, average_length
 
@@ -19,7 +18,7 @@ Rows = list[list[float]]
 
 def read(path: str) -> tuple[Calibration, dict[str, Any]]:
     """Check a file. Returns its calibration and its whole content. Raises CalibrationError."""
-    return load(path), json.loads(Path(path).read_text(encoding="utf-8"))
+    return load(path), read_json(path)
 
 
 def summary(path: str) -> str:

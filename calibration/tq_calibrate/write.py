@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from packed_kv.calibration_content import CODEBOOK_VERSION, TRANSFORM_VERSION, VERSION
 from packed_kv.calibration_file import load
-from packed_kv.json_file import not_a_file
+from packed_kv.private_file import replacing, why_not_replaced
 
 from .choose import LayerChoice
 from .errors import UserError
@@ -74,26 +71,22 @@ def _layer(seen: LayerStatistics, choice: LayerChoice, ropes: list[ModelRope]) -
 def write_file(path: Path, content: dict[str, Any]) -> None:
     """Write a file atomically over an existing one, which stays as it is if this raises UserError."""
     try:
-        with _beside(path) as temporary:
-            with open(temporary, "w", encoding="utf-8") as file:
-                file.write(to_json(content))
-                file.flush()
-                os.fsync(file.fileno())
+        with replacing(path) as (file, temporary):
+            file.write(to_json(content).encode())
+            file.flush()
             load(temporary)  # what we write, the runtime reads
-            os.replace(temporary, path)
     except OSError as error:
         raise UserError(f"{path} cannot be written ({error.strerror}); --out names another place") from error
 
 
 def check_writable(path: Path) -> None:
-    """Raise UserError if `write_file` would have no permission, or replace what is no file, such as a device."""
-    if what := not_a_file(path):
-        raise UserError(f"--out {path} is {what}; name a file")
+    """Raise UserError if `write_file` could not write the file, or its folder is not there."""
     try:
-        with _beside(path):
-            pass
+        path.parent.stat()
     except OSError as error:
         raise UserError(f"{path} cannot be written ({error.strerror}); --out names another place") from error
+    if reason := why_not_replaced(path):
+        raise UserError(f"--out: {reason}; name a file elsewhere")
 
 
 def to_json(content: dict[str, Any]) -> str:
@@ -107,17 +100,6 @@ def to_json(content: dict[str, Any]) -> str:
         return "{\n" + ",\n".join(entries) + f"\n{indent}}}"
 
     return lines(content, "") + "\n"
-
-
-@contextlib.contextmanager
-def _beside(path: Path) -> Iterator[Path]:
-    """A new temporary file in the same folder; it is removed at the end if it still exists."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    os.close(os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666))
-    try:
-        yield temporary
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def _rounded(numbers: torch.Tensor, digits: int) -> list[list[float]]:

@@ -23,6 +23,8 @@ from .model.shape import Model
 
 FILE_NAME = "turboquant_kv.json"
 """Name of the file in a model's folder."""
+COMMAND = "tq-calibrate model MODEL"
+"""Makes a file."""
 Row = TypeVar("Row")
 
 
@@ -83,12 +85,21 @@ class Calibration:
             fault = f"lists layer {max(beyond)}" if beyond else f"layer {missing[0]} is missing"
             self.refuse(f"made for another model: {fault}, this model has layers 0 to {layers - 1}")
 
-    def check_rope(self, of_model: Mapping[str, Parameters]) -> None:
-        """Raise CalibrationError if keys were calibrated under another RoPE than the model's, `rope_parameters`."""
+    def check_rope(self, of_model: Mapping[str, Parameters], command: str = COMMAND) -> None:
+        """Raise CalibrationError if keys were calibrated under another RoPE than the model's, `rope_parameters`.
+
+        command: one that makes a file for the model.
+        """
+        if fault := self.other_rope(of_model):
+            _refuse(self.path, fault, command)
+
+    def other_rope(self, of_model: Mapping[str, Parameters]) -> str:
+        """Say which other RoPE than the model's the file was made for; "": none that it tells."""
         for ours in self.ropes:
             if ours not in of_model.values():
                 words = " or ".join(dict.fromkeys(map(rope_in_words, of_model.values()))) or "none"
-                self.refuse(f"made for another RoPE: {rope_in_words(ours)}; this model has {words}")
+                return f"made for another RoPE: {rope_in_words(ours)}; this model has {words}"
+        return ""
 
     def refuse(self, fault: str) -> NoReturn:
         """Raise CalibrationError about this file."""
@@ -135,8 +146,8 @@ def _load(path: str, _mtime_ns: int, _size: int) -> Calibration:
         _refuse(path, str(fault))
 
 
-def _refuse(path: str, fault: str) -> NoReturn:
-    raise CalibrationError(f"{printable(path)}: {fault}; make a new file with: tq-calibrate model MODEL")
+def _refuse(path: str, fault: str, command: str = COMMAND) -> NoReturn:
+    raise CalibrationError(f"{printable(path)}: {fault}; make a new file with: {command}")
 
 
 def why_no_file(model: Model) -> str:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-import stat
 from typing import Any
+
+from .private_file import NotRegular, open_regular
 
 LARGEST_FILE = 64 << 20
 """Bytes. A calibration file of 80 layers with 64 KV heads has 40 MB, an index of 160,000 tensors 13 MB."""
@@ -17,13 +18,13 @@ def read_json(path: str | os.PathLike[str], once: bool = False) -> Any:
     once: refuse an object that has a name twice, of which JSON's readers take the last.
     """
     try:
-        with open(path, "rb", opener=_open_at_once) as file:
-            state = os.fstat(file.fileno())
-            if not stat.S_ISREG(state.st_mode):
-                raise ValueError("is not a regular file")
-            if state.st_size > LARGEST_FILE:
-                raise ValueError(f"has {state.st_size:,} bytes, more than the {LARGEST_FILE:,} that are read")
+        with open(path, "rb", opener=open_regular) as file:
+            size = os.fstat(file.fileno()).st_size
+            if size > LARGEST_FILE:
+                raise ValueError(f"has {size:,} bytes, more than the {LARGEST_FILE:,} that are read")
             text = file.read(LARGEST_FILE)
+    except NotRegular as error:
+        raise ValueError("is not a regular file") from error
     except OSError as error:
         raise ValueError(f"cannot be read ({error.strerror})") from error
     try:
@@ -39,11 +40,6 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
             raise ValueError(f"{shown(name)} is there twice")
         found[name] = value
     return found
-
-
-def _open_at_once(path: str, flags: int) -> int:
-    """Do not wait for somebody to write into a FIFO."""
-    return os.open(path, flags | os.O_NONBLOCK)
 
 
 def not_a_file(path: str | os.PathLike[str]) -> str:

@@ -7,15 +7,19 @@ is the command `lmcache` with the serializer in its registry. The vLLM that it s
 cache in 16 bits, and what leaves the server's memory for disk or a remote store is packed, without calibration and
 without a recent window.
 
-Serialized bytes are a digest, which says of what dtype, channels and shapes they are, and K and V of each group of
-layers, [layers, tokens, KV heads, vector_bytes], as `Codec.encode` packs them. Bytes with another digest are refused,
-which LMCache counts as a miss.
+Serialized bytes are
+
+    | digest of dtype, channels and shapes, 28 bytes | CRC-32 of what follows, 4 bytes, little-endian |
+    | K and V of each group of layers, [layers, tokens, KV heads, vector_bytes], as `Codec.encode` packs them |
+
+Bytes with another digest or checksum are refused, which LMCache counts as a miss.
 """
 
 from __future__ import annotations
 
 import hashlib
 import sys
+import zlib
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -35,7 +39,9 @@ from .codecs.codec import Codec
 from .formats import FORMAT_VERSION
 
 NAME = "packed_kv"
-DIGEST_BYTES = 32
+DIGEST_BYTES = 28
+HEAD_BYTES = DIGEST_BYTES + 4
+"""Bytes before the vectors: the digest and a checksum."""
 TILE = 1 << 16
 """Vectors that are packed at a time, through fp32."""
 OPTIONS = {"dtype", "head_dim", "device", "max_workers"}
@@ -59,12 +65,12 @@ class PackedVectors:
     def size(self, shapes: Sequence[torch.Size]) -> int:
         """Return the bytes of chunks of these shapes. Raises ValueError for shapes that cannot be packed."""
         vectors = sum(self._vectors(shape) for shape in shapes)
-        return DIGEST_BYTES + vectors * self.codecs[0].vector_bytes
+        return HEAD_BYTES + vectors * self.codecs[0].vector_bytes
 
     def digest(self, shapes: Sequence[torch.Size]) -> bytes:
         """Return what bytes of these shapes begin with."""
-        written = (FORMAT_VERSION, self.dtype, self.head_dim, [tuple(shape) for shape in shapes])
-        return hashlib.sha256(repr(written).encode()).digest()
+        written = ("with a checksum", FORMAT_VERSION, self.dtype, self.head_dim, [tuple(shape) for shape in shapes])
+        return hashlib.sha256(repr(written).encode()).digest()[:DIGEST_BYTES]
 
     def pack(self, chunks: Sequence[torch.Tensor], target: torch.Tensor) -> int:
         """Fill `target`, uint8 [bytes], from the groups' chunks. Returns the bytes written. Raises ValueError."""
@@ -72,19 +78,27 @@ class PackedVectors:
         end = self.size(shapes)
         if len(target) < end:
             raise ValueError(f"{NAME}: {end} bytes do not fit into a buffer of {len(target)}")
-        target[:DIGEST_BYTES] = torch.frombuffer(bytearray(self.digest(shapes)), dtype=torch.uint8)
         for codec, packed, vectors in self._tiles(target, [chunk.reshape(2, -1, self.head_dim) for chunk in chunks]):
             packed.copy_(codec.encode(vectors.to(self.device)))
+        head = self.digest(shapes) + _checksum(target[HEAD_BYTES:end])
+        target[:HEAD_BYTES] = torch.frombuffer(bytearray(head), dtype=torch.uint8)
         return end
 
     def unpack(self, source: torch.Tensor, chunks: Sequence[torch.Tensor]) -> None:
-        """Fill the groups' chunks from `source`, uint8 [bytes]. Raises ValueError if it holds something else."""
+        """Fill the groups' chunks from `source`, uint8 [bytes]. Raises ValueError if it holds something else or is
+        damaged, before a chunk is changed."""
         shapes = self._shapes(chunks)
         end = self.size(shapes)
-        if len(source) < end or bytes(source[:DIGEST_BYTES].tolist()) != self.digest(shapes):
+        head = bytes(source[:HEAD_BYTES].tolist())
+        if len(source) < end or head[:DIGEST_BYTES] != self.digest(shapes):
             raise ValueError(
                 f"{NAME}: not {self.dtype} of {[tuple(shape) for shape in shapes]} and {self.head_dim} channels; give "
                 "each dtype a folder of its own"
+            )
+        if head[DIGEST_BYTES:] != _checksum(source[HEAD_BYTES:end]):
+            raise ValueError(
+                f"{NAME}: a chunk of {end} bytes is damaged (its checksum is another); delete it, as LMCache does not "
+                "write it again"
             )
         for codec, packed, vectors in self._tiles(source, [chunk.view(2, -1, self.head_dim) for chunk in chunks]):
             vectors.copy_(codec.decode(packed.to(self.device)))
@@ -94,7 +108,7 @@ class PackedVectors:
     ) -> Iterator[tuple[Codec, torch.Tensor, torch.Tensor]]:
         """Codec, bytes in `buffer` [vectors, bytes] and vectors [vectors, head_dim] of up to `TILE` vectors at a time,
         of chunks [2, vectors, head_dim] in order."""
-        at = DIGEST_BYTES
+        at = HEAD_BYTES
         for chunk in chunks:
             for codec, vectors in zip(self.codecs, chunk, strict=True):
                 packed = buffer[at : at + len(vectors) * codec.vector_bytes].view(-1, codec.vector_bytes)
@@ -124,6 +138,11 @@ class PackedVectors:
                 "head_dim, or use another serde for latent attention, which has one plane"
             )
         return shape.numel() // self.head_dim
+
+
+def _checksum(content: torch.Tensor) -> bytes:
+    """CRC-32 of bytes, uint8, as 4 bytes."""
+    return zlib.crc32(content.cpu().numpy().data).to_bytes(4, "little")
 
 
 class PackedSerializer(Serializer):

@@ -1,6 +1,6 @@
 """A KV cache for Hugging Face transformers that holds packed bytes.
 
-    model.generate(**inputs, past_key_values=PackedCache("tq4"))
+    model.generate(**inputs, past_key_values=PackedCache("tq4"))    # cache=, from transformers 5.24 on
 
 Every token lies as the reference codec packs it (docs/formats.md), and the newest ones of a sequence once more in 8
 bits (`codecs/ring.py`), as in vLLM. The model's attention wants keys and values whole, so each layer unpacks its own,
@@ -13,12 +13,14 @@ bits; several tokens at once, a prompt or a part of one, those before them as th
 
 from __future__ import annotations
 
+import inspect
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
+from transformers import GenerationMixin
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 from transformers.utils import logging
 
@@ -30,6 +32,7 @@ from .json_file import printable
 from .kernels.cpu import tables
 from .kernels.cpu.compiler import BuildError
 from .kernels.cpu.vectors import CpuVectors
+from .kernels.served import Pairs, cpp_lacks
 from .layout import RECENT_TOKENS
 
 if TYPE_CHECKING:
@@ -39,6 +42,10 @@ if TYPE_CHECKING:
     from .formats import Format
 
 logger = logging.get_logger(__name__)
+
+_PARAMETERS = inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters
+CACHE_ARGUMENT = "cache" if "cache" in _PARAMETERS else "past_key_values"
+"""Name by which `generate` and `forward` take a cache: "cache" from transformers 5.24 on, the other one before."""
 
 SLOWER = "3 to 5 times"
 """Time of a generate step in PyTorch, in steps of the kernels, as benchmarks/cpu_cache.py measures it."""
@@ -88,6 +95,7 @@ class PackedCache(Cache):
         ValueError: an unknown dtype, a recent_tokens that is no count, a mask of another shape or of other numbers than
             0 and 1, a calibration that does not fit (`CalibrationError`); at the first token of a layer, a head_dim
             that is no multiple of 16, and a mask that is not the prompts'.
+            Two updates of a layer before the next one's first, by an encoder-decoder without EncoderDecoderCache.
         NotImplementedError: layers that are no attention (Mamba, convolutions), or attend otherwise.
     """
 
@@ -116,7 +124,20 @@ class PackedCache(Cache):
     @property
     def nbytes(self) -> int:
         """Bytes of all packed tokens and of the recent ones. Memory has room for up to an eighth more."""
-        return sum(tokens.held.nbytes for layer in self.layers for tokens in layer.all())
+        packed = (layer for layer in self.layers if isinstance(layer, PackedLayer))
+        return sum(tokens.held.nbytes for layer in packed for tokens in layer.all())
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Append tokens of a layer, and return all; see `PackedLayer.update`."""
+        is_new = layer_idx >= len(self.layers) or not self.layers[layer_idx].is_initialized
+        if is_new and any(layer.updates > 1 for layer in self.layers[:layer_idx] if isinstance(layer, PackedLayer)):
+            raise ValueError(
+                f"PackedCache: a layer before layer {layer_idx} was updated twice, by attention to itself and to an "
+                "encoder; give an encoder-decoder EncoderDecoderCache(PackedCache(dtype), PackedCache(dtype))"
+            )
+        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
     def reset(self, attention_mask: torch.Tensor | None = None) -> None:
         """Drop all tokens. `attention_mask`: [sequences, tokens], of the prompts that come next, as for the class."""
@@ -135,8 +156,10 @@ class PackedCache(Cache):
     def _next_layer(self) -> PackedLayer:
         return PackedLayer(self.settings, len(self.layers))
 
-    def _layer(self, number: int, plain: Any) -> PackedLayer:
-        """Return the packed layer in place of the one that transformers would make."""
+    def _layer(self, number: int, plain: Any) -> Any:
+        """Return the packed layer in place of the one that transformers would make; one that holds nothing stays."""
+        if type(plain).__name__ == "DummyLayer":  # from transformers 5.24 on
+            return plain
         if type(plain) is DynamicLayer:
             return PackedLayer(self.settings, number)
         if type(plain) is DynamicSlidingWindowLayer:
@@ -268,7 +291,8 @@ class _Vectors:
 def _kernel_of(codec: PagedCodec, dtype: torch.dtype) -> CpuVectors | None:
     """The kernels of a layer on a CPU, or None; without a compiler a warning, once, says why."""
     key = codec.key
-    if key.device.type != "cpu" or dtype not in tables.ELEMENT_TYPES or tables.refusal(key.fmt, key.head_dim):
+    is_served = dtype in tables.ELEMENT_TYPES and not cpp_lacks(Pairs(key.fmt, key.head_dim, group=1))
+    if key.device.type != "cpu" or not is_served:
         return None
     try:
         return CpuVectors(codec)
@@ -278,14 +302,36 @@ def _kernel_of(codec: PagedCodec, dtype: torch.dtype) -> CpuVectors | None:
 
 
 class PackedLayer(DynamicLayer):
-    """One layer's keys and values. `keys` and `values` of its base stay None: nothing is held but packed bytes."""
+    """One layer's keys and values. Nothing is held but packed bytes; `keys` and `values` unpack them when read."""
 
     def __init__(self, settings: _Settings, number: int, **window: int) -> None:
+        self.vectors: tuple[_Vectors, ...] = ()
         super().__init__(**window)
         self.settings, self.number = settings, number
-        self.vectors: tuple[_Vectors, ...] = ()
-        self.cumulative_length = 0
-        """Tokens that came in; a sliding window holds the last of them."""
+        self.cumulative_length, self.updates = 0, 0
+        """Tokens that came in, of which a sliding window holds the last, and the updates that brought them."""
+
+    @property
+    def keys(self) -> torch.Tensor | None:
+        """All keys as stored, [sequences, KV heads, tokens, head_dim], for cross-attention; None: no tokens yet."""
+        return self.vectors[0].read(self._positions_held(), self.dtype) if self.vectors else None
+
+    @keys.setter
+    def keys(self, value: None) -> None:
+        self._refuse(value)
+
+    @property
+    def values(self) -> torch.Tensor | None:
+        """All values, as `keys`."""
+        return self.vectors[1].read(self._positions_held(), self.dtype) if self.vectors else None
+
+    @values.setter
+    def values(self, value: None) -> None:
+        self._refuse(value)
+
+    def _refuse(self, value: object) -> None:
+        if value is not None:
+            raise NotImplementedError("PackedCache holds packed bytes: keys and values come in by update alone")
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         codec = self.settings.codec(self.number, key_states, value_states)
@@ -309,7 +355,7 @@ class PackedLayer(DynamicLayer):
         positions = self._positions(self.cumulative_length, new)
         for held, x in zip(self.vectors, states, strict=True):
             held.append(x, positions, self.settings.recent_tokens)
-        self.cumulative_length += new
+        self.cumulative_length, self.updates = self.cumulative_length + new, self.updates + 1
         key, value = raw or [held.read(self._positions_held(), self.dtype) for held in self.vectors]
         return key, value
 
@@ -327,7 +373,7 @@ class PackedLayer(DynamicLayer):
         return self.cumulative_length
 
     def reset(self) -> None:
-        self.vectors, self.cumulative_length, self.is_initialized = (), 0, False
+        self.vectors, self.cumulative_length, self.updates, self.is_initialized = (), 0, 0, False
 
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the newest tokens: as many as the number is below 0, or, above 0, all but that many."""

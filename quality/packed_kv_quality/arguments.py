@@ -11,14 +11,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from packed_kv import FORMATS, config_fields
+from packed_kv import FORMATS
 from packed_kv.calibration_file import FILE_NAME, CalibrationError, load
 from packed_kv.commands.arguments import given_of, number
-from packed_kv.json_file import not_a_file
 from packed_kv.layout import RECENT_TOKENS
+from packed_kv.model import config_fields
 from packed_kv.model.rope import rope_parameters
 from packed_kv.model.shape import parse
 from packed_kv.planning import config_file
+from packed_kv.private_file import open_regular, why_not_replaced
 from packed_kv.settings.options import AUTO, KEY, OptionError, read_options
 
 from .engines import CHECKOUT, DEMO_MODEL, memory
@@ -45,6 +46,11 @@ OF_RECALL: dict[str, Any] = {
     "lengths": [], "depths": [*DEPTHS], "facts": FACTS, "recall_chunk": RECALL_CHUNK, "prompts": "auto", "seed": 0,
 }  # fmt: skip
 """Options that have no effect where no recall is measured, and their defaults."""
+RESULTS = (
+    "quality.json", "quality.csv", "recall.json", "recall.csv", "generate.json", "generate.csv",
+    "pareto.png", "recall.png", "generate.png",
+)  # fmt: skip
+"""Files that the commands write into --output."""
 CONTENTS = {"run": (True, True), "sweep": (True, False), "teacher-forced": (True, False), "recall": (False, True)}
 """Command -> whether it runs text, and whether it measures recall."""
 
@@ -346,21 +352,13 @@ def check_numbers(options: argparse.Namespace) -> None:
         raise BadInput(f"--recall-chunk must be 1 to {BATCHED_TOKENS}, got {recall_chunk}")
 
 
-def check_writable(folder: Path, option: str) -> None:
-    """Raise BadInput for a folder that results could not be written into, whether it is there or not."""
-    there = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
-    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
-        why = "cannot be written to" if there.is_dir() else "is a file"
-        raise BadInput(f"{option}: results cannot go into {folder}: {there} {why}; give another")
-
-
 def check_results(options: argparse.Namespace) -> None:
     """Raise BadInput if results could not be written."""
-    if emit := getattr(options, "emit", None):
-        if what := not_a_file(emit):
-            raise BadInput(f"--emit: {emit} is {what}; give a file")
-        check_writable(emit.parent, "--emit")
-    check_writable(options.output, "--output")
+    if (emit := getattr(options, "emit", None)) and (reason := why_not_replaced(emit)):
+        raise BadInput(f"--emit: {reason}; give another")
+    for name in RESULTS:
+        if reason := why_not_replaced(options.output / name):
+            raise BadInput(f"--output: {reason}; give another")
 
 
 def check_files(options: argparse.Namespace, has_text: bool) -> None:
@@ -397,9 +395,13 @@ def model_digest(model: str, config: Any) -> str:
     """Short digest of a model's identity: its commit on the Hub, or sizes and last bytes of its files."""
     parts = [getattr(config, "_commit_hash", None) or ""]
     for path in sorted(Path(model).glob("*.safetensors")) or sorted(Path(model).glob("*.bin")):
-        with path.open("rb") as file:
-            file.seek(-min(path.stat().st_size, 1 << 16), 2)
-            parts.append(f"{path.name} {path.stat().st_size} {digest(file.read())}")
+        try:
+            with open(path, "rb", opener=open_regular) as file:
+                size = os.fstat(file.fileno()).st_size
+                file.seek(-min(size, 1 << 16), 2)
+                parts.append(f"{path.name} {size} {digest(file.read())}")
+        except OSError as error:  # a link that leads nowhere
+            raise BadInput(f"model {model}: {path} cannot be read ({error.strerror})") from error
     return f"{Path(model).name} {digest(json.dumps(parts))}"
 
 

@@ -22,6 +22,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from packed_kv.json_file import not_a_file
+from packed_kv.private_file import replacing
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
@@ -124,7 +126,8 @@ class BaselineWriter:
         self._keep("losses", torch.cat(self.losses))
         contents = {"identity": identity, "facts": facts, "top_k": self.top_k}
         path.parent.mkdir(parents=True, exist_ok=True)
-        save_file(self.tensors, path, metadata={"format": FORMAT, "contents": json.dumps(contents)})
+        with replacing(path) as (_, temporary):
+            save_file(self.tensors, temporary, metadata={"format": FORMAT, "contents": json.dumps(contents)})
 
     def _keep(self, name: str, tensor: torch.Tensor) -> None:
         self.tensors[name] = tensor.cpu().contiguous()
@@ -135,6 +138,8 @@ class Baseline:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        if what := not_a_file(path):
+            raise BaselineError(f"baseline {path} is {what}; give a file that --emit wrote")
         try:
             self.file = safe_open(path, "pt")
         except (OSError, SafetensorError) as error:

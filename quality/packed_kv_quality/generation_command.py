@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import tempfile
 from dataclasses import replace
 from pathlib import Path
 from threading import Lock
 from typing import Any
+
+from packed_kv.private_file import temporary_folder
 
 from .arguments import (
     BadInput,
@@ -67,8 +68,8 @@ def add_generation_arguments(parser: argparse.ArgumentParser) -> None:
 def run_generation(options: argparse.Namespace) -> int:
     """The baseline first, then every dtype. Returns the exit code."""
     settings, identity = check_settings(options)
-    with tempfile.TemporaryDirectory() as folder:
-        path = options.baseline or options.emit or Path(folder, "baseline.safetensors")
+    with temporary_folder() as (folder, _):
+        path = options.baseline or options.emit or folder / "baseline.safetensors"
         if not options.baseline:
             run_baseline(generate_baseline, settings, path, identity, options.top_k)
         made = Baseline(path)
@@ -91,9 +92,9 @@ def run_generation(options: argparse.Namespace) -> int:
         found = measure_all(options, one, describe_row)
     report = GenerationReport([baseline, *found.rows], found.refused, found.failed, run)
     print(f"\n{report.run['title']}\n\n{markdown(report)}\n")
-    write(report, options.output)
-    finish(options)
-    return 0 if passes({}, found.refused, found.failed) else 1
+    kept = write(report, options.output)
+    finish(options, kept)
+    return 0 if kept and passes({}, found.refused, found.failed) else 1
 
 
 def check_settings(options: argparse.Namespace) -> tuple[GenerationSettings, dict[str, Any]]:

@@ -124,10 +124,10 @@ def _answers(report: GenerationReport) -> str:
     return table([head, *lines])
 
 
-def write(report: GenerationReport, folder: Path) -> None:
-    """generate.json with everything, and generate.csv with a row a dtype, text and length, and a dtype, kind and
-    length."""
-    write_json(report, {"rows": [asdict(row) for row in report.rows]}, folder / "generate.json")
+def write(report: GenerationReport, folder: Path) -> bool:
+    """Write generate.json with everything, and generate.csv with a row a dtype, text and length, and a dtype, kind and
+    length. Returns what `keep` does."""
+    is_kept = write_json(report, {"rows": [asdict(row) for row in report.rows]}, folder / "generate.json")
     baseline = report.rows[0]
     lines = []
     for row in report.rows:
@@ -141,7 +141,8 @@ def write(report: GenerationReport, folder: Path) -> None:
         if row.acceptance is not None:
             lines.append({**of_row, "tokens_a_step": f"{tokens_a_step(row.acceptance):.6g}"})
     names = dict.fromkeys(name for line in lines for name in line)
-    write_csv(report, [{name: line.get(name, "") for name in names} for line in lines], folder / "generate.csv")
+    lines = [{name: line.get(name, "") for name in names} for line in lines]
+    return write_csv(report, lines, folder / "generate.csv") and is_kept
 
 
 def _columns(found: Continuation) -> dict[str, str]:

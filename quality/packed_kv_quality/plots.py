@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import io
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,8 +13,11 @@ matplotlib.use("Agg")
 
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 from matplotlib.transforms import Bbox
 from packed_kv import FORMATS
+from packed_kv.json_file import read_json
+from packed_kv.private_file import replace_file
 
 from .arguments import BadInput
 from .generation import Generation
@@ -43,7 +46,7 @@ def draw(results: Path) -> None:
     prefix = f"{results.stem}-" if results.is_file() else ""
     for path in filter(Path.exists, paths):
         try:
-            found = json.loads(path.read_text())
+            found = read_json(path)
             of_text = path.name != "recall.json"
             measured = [Measurement.from_dict({**row, "losses": []}) for row in found["rows"]] if of_text else []
             recall = {row["dtype"]: [Cell(**cell) for cell in row["recall"]] for row in found["rows"] if row["recall"]}
@@ -59,7 +62,7 @@ def draw(results: Path) -> None:
 
 def _draw_generation(path: Path) -> None:
     try:
-        found = json.loads(path.read_text())
+        found = read_json(path)
         rows = [Generation.from_dict(row) for row in found["rows"]]
         name = Path(found["run"]["settings"]["model"]).name
     except (ValueError, KeyError, TypeError) as error:
@@ -88,8 +91,7 @@ def generation(rows: Sequence[Generation], title: str, path: Path) -> None:
     grid.flat[0].set_ylabel(f"mean KL divergence to {baseline.dtype} (nats)")
     grid.flat[-1].legend(loc="best", fontsize=8)
     figure.suptitle(title)
-    figure.savefig(path, dpi=figure.dpi)
-    plt.close(figure)
+    _save(figure, path)
 
 
 @dataclass(frozen=True)
@@ -110,8 +112,7 @@ def pareto(rows: Sequence[Measurement], rounding: float, title: str, path: Path)
     axes.set(xlabel="KV bytes per token", ylabel=f"mean KL divergence to {rows[0].dtype} (nats)", title=title)
     axes.legend(loc="best")
     _label(axes, points[1:])
-    figure.savefig(path, dpi=figure.dpi)
-    plt.close(figure)
+    _save(figure, path)
 
 
 def pareto_by_length(
@@ -132,8 +133,7 @@ def pareto_by_length(
     for axes, (points, plain, _) in zip(grid.flat, panels.values(), strict=True):
         _label(axes, points[1:], plain)
     figure.suptitle(title)
-    figure.savefig(path, dpi=figure.dpi)
-    plt.close(figure)
+    _save(figure, path)
 
 
 def _draw_pareto(axes: Axes, rows: Sequence[Point], rounding: float) -> None:
@@ -157,6 +157,17 @@ def _draw_pareto(axes: Axes, rows: Sequence[Point], rounding: float) -> None:
     front.sort(key=lambda row: row.bytes_per_token)
     axes.plot([row.bytes_per_token for row in front], [row.kl_mean for row in front], color=GREY, linestyle=":")
     axes.grid(alpha=0.3, which="both")
+
+
+def _save(figure: Figure, path: Path) -> None:
+    """Write a PNG and close the figure. Raises BadInput."""
+    image = io.BytesIO()
+    figure.savefig(image, dpi=figure.dpi)
+    plt.close(figure)
+    try:
+        replace_file(path, image.getvalue())
+    except OSError as error:
+        raise BadInput(f"{path} cannot be written ({error.strerror})") from error
 
 
 def _better(one: Point, other: Point) -> bool:
@@ -186,7 +197,7 @@ def recall_maps(recall: Mapping[str, Sequence[Cell]], title: str, path: Path) ->
     columns = min(4, len(recall))
     lines = -(-len(recall) // columns)
     figure, grid = plt.subplots(
-        lines, columns, figsize=(2.6 * columns + 0.8, 2.4 * lines + 0.6), layout="constrained", squeeze=False
+        lines, columns, figsize=(2.6 * columns + 0.8, 2.4 * lines + 0.6), layout="constrained", squeeze=False, dpi=120
     )
     for axes in grid.flat[len(recall) :]:
         axes.axis("off")
@@ -207,5 +218,4 @@ def recall_maps(recall: Mapping[str, Sequence[Cell]], title: str, path: Path) ->
     figure.suptitle(title)
     figure.supxlabel("tokens of the prompt", size=9)
     figure.supylabel("depth of the fact", size=9)
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
+    _save(figure, path)

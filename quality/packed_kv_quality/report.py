@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import csv
+import io
 import json
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
+
+from packed_kv.private_file import replace_file
 
 from .measurement import Measurement, Recall
 from .placebo_sweep import Limits, Verdict
@@ -139,45 +143,58 @@ def _verdict(verdict: Verdict) -> list[str]:
     return ["yes" if verdict.differs else "NO", unique, verdict.text]
 
 
-def write(report: Report, folder: Path) -> None:
-    """Write quality.json (all but the losses) and quality.csv (one row per dtype)."""
+def write(report: Report, folder: Path) -> bool:
+    """Write quality.json (all but the losses) and quality.csv (one row per dtype). Returns what `keep` does."""
     rows = [{key: value for key, value in asdict(row).items() if key != "losses"} for row in report.rows]
     verdicts = {dtype: asdict(verdict) for dtype, verdict in (report.verdicts or {}).items()}
     contents = {"limits": asdict(report.limits), "rows": rows, "verdicts": verdicts}
-    write_json(report, contents, folder / "quality.json")
-    write_csv(report, [_columns(report, row) for row in report.rows], folder / "quality.csv")
+    kept = write_json(report, contents, folder / "quality.json")
+    return write_csv(report, [_columns(report, row) for row in report.rows], folder / "quality.csv") and kept
 
 
-def write_recall(report: RecallReport, folder: Path) -> None:
-    """Write recall.json and recall.csv (one row per dtype)."""
-    write_json(report, {"rows": [asdict(row) for row in report.rows]}, folder / "recall.json")
+def write_recall(report: RecallReport, folder: Path) -> bool:
+    """Write recall.json and recall.csv (one row per dtype). Returns what `keep` does."""
+    kept = write_json(report, {"rows": [asdict(row) for row in report.rows]}, folder / "recall.json")
     lines = [
         {"dtype": row.dtype, "kv_bytes_per_token": f"{row.bytes_per_token:g}",
          **_recall_columns(row.recall, report.rows[0].recall)}
         for row in report.rows
     ]  # fmt: skip
-    write_csv(report, lines, folder / "recall.csv")
+    return write_csv(report, lines, folder / "recall.csv") and kept
 
 
-def write_json(report: Ran, contents: Mapping[str, Any], path: Path) -> None:
-    """`contents` with what the run was, and what did not run."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+def write_json(report: Ran, contents: Mapping[str, Any], path: Path) -> bool:
+    """Write `contents` with what the run was, and what did not run."""
     contents = {"run": report.run, **contents, "refused": report.refused, "failed": report.failed}
-    path.write_text(json.dumps(contents, indent=1) + "\n")
+    return keep(path, json.dumps(contents, indent=1) + "\n")
 
 
-def write_csv(report: Ran, lines: Sequence[Mapping[str, str]], path: Path) -> None:
-    """A row a dtype, those that did not run last, each with versions and device."""
+def write_csv(report: Ran, lines: Sequence[Mapping[str, str]], path: Path) -> bool:
+    """Write a row a dtype, those that did not run last, each with versions and device."""
     made_with = report.run["made_with"]
-    with path.open("w", newline="") as file:
-        names = list(dict.fromkeys([*lines[0], "verdict", *made_with]))
-        writer = csv.DictWriter(file, names, restval="", lineterminator="\n")
-        writer.writeheader()
-        for line in lines:
-            writer.writerow({**line, **made_with})
-        for word, errors in (("refused", report.refused), ("failed", report.failed)):
-            for dtype, reason in errors.items():
-                writer.writerow({"dtype": dtype, "verdict": f"{word}: {reason}", **made_with})
+    text = io.StringIO()
+    names = list(dict.fromkeys([*lines[0], "verdict", *made_with]))
+    writer = csv.DictWriter(text, names, restval="", lineterminator="\n")
+    writer.writeheader()
+    for line in lines:
+        writer.writerow({**line, **made_with})
+    for word, errors in (("refused", report.refused), ("failed", report.failed)):
+        for dtype, reason in errors.items():
+            writer.writerow({"dtype": dtype, "verdict": f"{word}: {reason}", **made_with})
+    return keep(path, text.getvalue())
+
+
+def keep(path: Path, text: str) -> bool:
+    """Write a file of results in place of what has its name; what cannot be written, after hours of measurement, is
+    printed. Returns whether it is written."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        replace_file(path, text.encode())
+    except OSError as error:
+        print(f"packed-kv-quality: {path} cannot be written ({error.strerror}), so it is printed:", file=sys.stderr)
+        print(text)
+        return False
+    return True
 
 
 def _columns(report: Report, row: Measurement) -> dict[str, str]:

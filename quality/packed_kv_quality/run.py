@@ -7,7 +7,6 @@ import platform
 import shlex
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -15,6 +14,8 @@ from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+from packed_kv.private_file import temporary_folder
 
 from .arguments import BadInput, check_settings
 from .baseline import Baseline
@@ -54,16 +55,16 @@ def run_text(options: argparse.Namespace) -> int:
     settings, identity = check_settings(options)
     report = measure_text(options, settings, identity)
     print(f"\n{report.run['title']}\n\n{markdown(report)}\n")
-    write(report, options.output)
-    finish(options)
+    kept = write(report, options.output)
+    finish(options, kept)
     judged = {} if report.verdicts is None else report.verdicts
-    return 0 if passes(judged, report.refused, report.failed) else 1
+    return 0 if kept and passes(judged, report.refused, report.failed) else 1
 
 
 def measure_text(options: argparse.Namespace, settings: Settings, identity: dict[str, Any]) -> Report:
     """Measure the baseline, unless one is given, and every dtype."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = options.baseline or options.emit or Path(folder, "baseline.safetensors")
+    with temporary_folder() as (folder, _):
+        path = options.baseline or options.emit or folder / "baseline.safetensors"
         if not options.baseline:
             say_how_many(options, baseline=True)
             run_baseline(measure_baseline, settings, path, identity, options.top_k)
@@ -98,9 +99,9 @@ def run_recall(options: argparse.Namespace) -> int:
         rows, found.refused, found.failed, describe(options, settings, {"model": identity["model"]}, None)
     )
     print(f"\n{report.run['title']}\n\n{recall_markdown(report)}\n")
-    write_recall(report, options.output)
-    finish(options)
-    return 0 if passes({}, found.refused, found.failed) else 1
+    kept = write_recall(report, options.output)
+    finish(options, kept)
+    return 0 if kept and passes({}, found.refused, found.failed) else 1
 
 
 def say_how_many(options: argparse.Namespace, *, baseline: bool) -> None:
@@ -228,8 +229,10 @@ def commit() -> str:
     return subprocess.run(command, cwd=CHECKOUT, capture_output=True, text=True, check=False).stdout.strip()
 
 
-def finish(options: argparse.Namespace) -> None:
-    """Draw the plots unless --no-plots is given, and print where the results are."""
+def finish(options: argparse.Namespace, kept: bool) -> None:
+    """Draw the plots unless --no-plots is given, and print where the results are, if they are `kept` in files."""
+    if not kept:
+        return
     if not options.no_plots:
         from .plots import draw  # needs matplotlib
 

@@ -54,11 +54,11 @@ FIELDS = frozenset((
     "interleave_moe_layer_step", "expert_layer_period", "first_k_dense_replace", "moe_layer_start_index",
     "num_dense_layers", "global_attn_every_n_layers", "sliding_window_pattern", "linear_num_key_heads",
     "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim", "linear_conv_kernel_dim", "conv_L_cache",
-    "conv_dim", "mamba_d_state", "ssm_state_size", "mamba_d_conv", "conv_kernel", "mamba_n_heads", "mamba_num_heads",
-    "n_mamba_heads", "mamba_d_head", "mamba_head_dim", "mamba_headdim", "mamba_n_groups", "n_groups", "mamba_ngroups",
-    "mamba_expand", "mamba_d_ssm", "mamba_ssm_cache_dtype", "mamba_ssm_dtype",
+    "q_lora_rank", "conv_dim", "mamba_d_state", "ssm_state_size", "mamba_d_conv", "conv_kernel", "mamba_n_heads",
+    "mamba_num_heads", "n_mamba_heads", "mamba_d_head", "mamba_head_dim", "mamba_headdim", "mamba_n_groups", "n_groups",
+    "mamba_ngroups", "mamba_expand", "mamba_d_ssm", "mamba_ssm_cache_dtype", "mamba_ssm_dtype",
 ))  # fmt: skip
-"""Fields that packed_kv/model/{shape,layer_kinds,state_layers}.py and packed_kv/planning/weights.py read, without those
+"""Fields that packed_kv/model/{shape,layer_kinds,state_layers}.py and packed_kv/planning/modules.py read, without those
 that are lists."""
 UNDECLARED = {
     **{kind: {"global_head_dim": 512} for kind in ("gemma4_text", "gemma4_unified_text")},

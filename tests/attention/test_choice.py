@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from packed_kv.attention import choice
-from packed_kv.kernels.cuda import longest_query, refusal
+from packed_kv.attention.choice import Limits
+from packed_kv.kernels.served import Pairs
 
 
 @pytest.mark.parametrize(
@@ -20,9 +22,10 @@ def test_one_line_names_the_kernel_and_why(
     option: str, head_dim: int, query_len: int, line: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lines: list[str] = []
-    monkeypatch.setattr("packed_kv.kernels.cuda._missing", lambda: None)
+    monkeypatch.setattr("packed_kv.kernels.cuda.missing", lambda: None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: (9, 0))
     monkeypatch.setattr(choice.logger, "info_once", lambda text, found, **_: lines.append(text % found), raising=False)
-    refused = refusal((9, 0), head_dim, 4, query_len)
-    by_cuda = choice.takes_cuda(option, refused, "GQA group 4", query_len, longest_query(4))
+    limits, layer = Limits(query_len, 8), Pairs(None, head_dim, 4)
+    served = choice.find_kernel(torch.device("cuda"), option, limits, layer, "GQA group 4")
     assert lines == [f"decode kernel: {line}"]
-    assert by_cuda == line.startswith("CUDA")
+    assert served.kernel == line.split()[0]

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from packed_kv.attention import metadata
 from packed_kv.attention.layer import PairKernels
+from packed_kv.attention.layouts import EngineLimits
 from packed_kv.attention.metadata import PackedMetadataBuilder
-from packed_kv.attention.routes import longest_fused
-from packed_kv.reference.attention import AttentionOptions
+from packed_kv.formats import FORMATS
+from packed_kv.kernels.served import CUDA, TRITON, Pairs, longest_of
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.v1.attention.backend import AttentionCGSupport
 from vllm.v1.kv_cache_interface import FullAttentionSpec
@@ -66,8 +68,7 @@ class Layer(AttentionLayerBase):
     def __init__(self, query_heads: int, kv_cache_dtype: str = "tq4", **options) -> None:
         self.kv_cache_dtype = kv_cache_dtype
         self.impl = SimpleNamespace(
-            group=query_heads // 8, head_size=128, head_size_v=128, kv_cache_dtype=kv_cache_dtype,
-            options=AttentionOptions(128**-0.5, **options),
+            group=query_heads // 8, asked=lambda: Pairs(FORMATS["tq4"], 128, query_heads // 8, 128, **options)
         )  # fmt: skip
 
     def get_attn_backend(self):
@@ -83,12 +84,13 @@ def is_captured(layers, drafts, capability, kernel, monkeypatch, requests=256):
         layer.impl.longest_decode, layer.impl.max_requests = 1 + drafts, requests
     monkeypatch.setattr(metadata.current_platform, "is_cuda", lambda: True)
     monkeypatch.setattr(metadata.current_platform, "get_device_capability", lambda: capability)
-    monkeypatch.setattr("packed_kv.kernels.cuda._missing", lambda: None)
+    monkeypatch.setattr("packed_kv.kernels.cuda.missing", lambda: None)
     named = {str(i): layer for i, layer in enumerate(layers)} | {"draft": Layer(1000, "auto")}
     speculative = SimpleNamespace(parallel_drafting=False, num_speculative_tokens=drafts) if drafts else None
     config = SimpleNamespace(
         compilation_config=SimpleNamespace(static_forward_context=named),
         model_config=SimpleNamespace(dtype=torch.bfloat16),
+        parallel_config=SimpleNamespace(decode_context_parallel_size=1),
         speculative_config=speculative,
         additional_config={"packed_kv": {"decode_kernel": kernel}},
     )
@@ -125,7 +127,7 @@ def test_graphs_hold_decodes_that_the_kernel_serves(query_heads, drafts, capture
     assert is_captured(layers, drafts, capability, kernel, monkeypatch) == captured
 
 
-@pytest.mark.parametrize("options", [{"sliding_window": 128}, {"logits_soft_cap": 30.0}, {"sinks": torch.zeros(64)}])
+@pytest.mark.parametrize("options", [{"sliding_window": 128}, {"soft_cap": 30.0}, {"has_sinks": True}])
 def test_graphs_hold_what_triton_serves_of_a_layer_that_the_cuda_kernel_refuses(options, monkeypatch):
     """On Hopper, 8 query heads a KV head: 8 tokens, whatever its other layers take."""
     layers = [Layer(64), Layer(64, **options)]
@@ -144,10 +146,10 @@ def test_graphs_hold_what_triton_serves_of_more_requests_than_the_cuda_kernel(dr
 def test_a_layer_goes_by_its_own_heads(query_len: int, decodes: int):
     """As the builder does for graphs: 12 query heads a KV head, whatever the model says."""
     kernels = object.__new__(PairKernels)
-    kernels.decode = SimpleNamespace(longest=longest_fused(12, by_cuda=False))
+    kernels.decode = SimpleNamespace(longest=longest_of(TRITON, Pairs(None, 128, 12)))
     batch = SimpleNamespace(decodes=3, decode_query_len=query_len)
     assert kernels.count_decodes(batch, torch.bfloat16) == decodes
-    kernels.decode.longest = longest_fused(12, by_cuda=True)
+    kernels.decode.longest = longest_of(CUDA, Pairs(None, 128, 12))
     assert kernels.decode.longest == 20 and kernels.count_decodes(batch, torch.bfloat16) == 3
 
 
@@ -158,5 +160,13 @@ def test_most_query_tokens_of_decodes(drafts: int | None, is_parallel: bool, bat
     """Those of all requests with their drafts, of which parallel drafting has twice as many, if a batch holds them."""
     speculative = drafts and SimpleNamespace(num_speculative_tokens=drafts, parallel_drafting=is_parallel)
     scheduler = SimpleNamespace(max_num_seqs=8, max_num_batched_tokens=batched)
-    config = SimpleNamespace(speculative_config=speculative, scheduler_config=scheduler)
-    assert metadata.most_decode_tokens(config) == expected
+    model = SimpleNamespace(attention_chunk_size=None, dtype=torch.bfloat16, max_model_len=100)
+    compilation = SimpleNamespace(static_forward_context={})
+    config: Any = SimpleNamespace(
+        speculative_config=speculative, scheduler_config=scheduler, model_config=model, compilation_config=compilation,
+        additional_config={},
+    )  # fmt: skip
+    engine = EngineLimits.of(config, torch.device("cpu"))
+    assert (engine.decode_tokens, engine.batch_tokens) == (expected, batched)
+    model.attention_chunk_size = 64
+    assert EngineLimits.of(config, torch.device("cpu")).limits.max_requests == 16

@@ -301,6 +301,29 @@ def test_numbers_out_of_range(arguments: list[str], capsys: pytest.CaptureFixtur
     assert exit_code.value.code == 2 and arguments[1] in capsys.readouterr().err
 
 
+def test_what_a_killed_command_left_is_passed_over(tmp_path: Path) -> None:
+    """In a container the next command has the same process number."""
+    (tmp_path / f".out.json.{os.getpid()}.tmp").touch()
+    assert main(["model", str(DEMO_MODEL), *TOKENS, "--out", str(tmp_path / "out.json")]) == 0
+
+
+def test_a_report_is_checked_before_it_is_drawn(
+    calibrated: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("matplotlib")
+    (tmp_path / "fifo").mkdir()
+    os.mkfifo(tmp_path / "fifo" / "index.html")
+    assert main(["report", str(calibrated), "--out", str(tmp_path / "fifo")]) == 2
+    assert "index.html is not a regular file; name another folder" in errors(capsys)
+    assert os.listdir(tmp_path / "fifo") == ["index.html"]
+    (tmp_path / "link").mkdir()
+    (tmp_path / "victim").write_text("precious")
+    (tmp_path / "link" / "index.html").symlink_to(tmp_path / "victim")
+    assert main(["report", str(calibrated), "--out", str(tmp_path / "link")]) == 0
+    assert (tmp_path / "victim").read_text() == "precious"
+    assert "<html" in (tmp_path / "link" / "index.html").read_text()
+
+
 def stop(*_arguments: object) -> None:
     raise KeyboardInterrupt
 

@@ -57,6 +57,27 @@ def test_statistics_are_those_of_transformers(tmp_path: Path) -> None:
     assert_same(ours, theirs, 2e-4)  # numbers have five digits
 
 
+def means_of(model: str, tokens: int, **options: int) -> torch.Tensor:
+    """Means of keys as the cache holds them, after a run over sequences of this many tokens."""
+    sequences = [[(7 * i + j) % 200 for i in range(tokens)] for j in range(2)]
+    found, _ = VllmModel(model, "float32", {"tokenizer": str(DEMO_MODEL), **options}).run(sequences, [], lambda _: None)
+    return found.layers[0].key_mean
+
+
+def test_longrope_is_run_with_the_factors_of_the_server(tmp_path: Path) -> None:
+    """vLLM takes the long ones where max_model_len is more than the original context, however short a request is."""
+    factors = {"short_factor": [1.0] * 32, "long_factor": [16.0] * 32}
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 64, **factors}
+    config = tiny_models.llama(
+        num_hidden_layers=1, max_position_embeddings=512, original_max_position_embeddings=64, rope_parameters=rope
+    )
+    model = tiny_models.save(config, tmp_path / "model")
+    assert VllmModel(model, "float32", {}).longest == 512, "--context goes as far as the model reads"
+    short, long = means_of(model, 48), means_of(model, 48, max_model_len=512)
+    assert torch.equal(short, means_of(model, 48, max_model_len=64))
+    assert (long - short).norm() > 0.1 * short.norm()
+
+
 def test_latents_are_those_of_transformers(tmp_path: Path) -> None:
     config = tiny_models.deepseek_v2(vocab_size=4096, kv_lora_rank=256, num_hidden_layers=2)
     model = Path(small_models.save(config, tmp_path / "model"))
@@ -138,8 +159,8 @@ def test_sequences_that_vllm_did_not_run_as_they_are_are_refused(tokens: int, pa
         (["--engine", "vllm", "--device", "cpu"], "--device cpu is for transformers"),
         (["--engine", "vllm", "--batch-size", "4"], "--batch-size is for transformers"),
         (
-            ["--engine", "vllm", "--engine-options", '{"max_model_len": 64}'],
-            "--engine-options: --context sets max_model_len; leave it out",
+            ["--engine", "vllm", "--engine-options", '{"model": "another"}'],
+            "--engine-options: MODEL sets model; leave it out",
         ),
         (["--engine-options", '{"seed": 1}'], "--engine-options are vLLM's; give --engine vllm"),
         (["--engine", "vllm", "--engine-options", "[]"], "expected a JSON object, got '[]'"),

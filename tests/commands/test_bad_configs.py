@@ -7,6 +7,7 @@ import json
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -171,16 +172,35 @@ def test_a_full_disk_is_one_line(command: tuple[str, ...]) -> None:
     assert ended.stderr == f"packed-kv {command[0]}: the output cannot be written (No space left on device)\n"
 
 
-def test_an_interrupt_is_one_line() -> None:
+@pytest.mark.parametrize("where", ["plan.main", "main.Command.load"])
+def test_an_interrupt_is_one_line(where: str) -> None:
+    """Also while the command is imported."""
     code = (
         "import sys, time; from packed_kv.commands import main, plan\n"
-        "plan.main = lambda *a, **k: (print('begun', flush=True), time.sleep(60))\n"
+        f"{where} = lambda *a, **k: (print('begun', flush=True), time.sleep(60))\n"
         "sys.exit(main.main(['plan', 'x']))"
     )
+    assert interrupted(code) == (130, "packed-kv plan: interrupted\n")
+
+
+def test_an_interrupted_selftest_ends() -> None:
+    """It does not wait for the time after which a silent process is killed."""
+    code = (
+        "import subprocess, sys; from packed_kv.commands import main, selftest\n"
+        "start = subprocess.Popen\n"
+        "selftest.subprocess.Popen = lambda _, **how: (start(['sleep', '60'], **how), print('begun', flush=True))[0]\n"
+        "sys.exit(main.main(['selftest']))"
+    )
+    assert interrupted(code) == (130, "packed-kv selftest: interrupted\n")
+
+
+def interrupted(code: str) -> tuple[int, str]:
+    """Exit code and errors of a process that gets SIGINT once it has printed "begun"."""
     process = subprocess.Popen(
         [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
     )
     assert process.stdout is not None and process.stdout.readline() == "begun\n"
+    time.sleep(0.2)
     process.send_signal(signal.SIGINT)
     _, error = process.communicate(timeout=20)
-    assert (process.returncode, error) == (130, "packed-kv plan: interrupted\n")
+    return process.returncode, error

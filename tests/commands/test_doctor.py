@@ -58,7 +58,7 @@ def probed(monkeypatch: pytest.MonkeyPatch):
         monkeypatch.setattr(doctor.subprocess, "run", run)
         return asked
 
-    monkeypatch.setattr(cuda, "_missing", lambda: None)
+    monkeypatch.setattr(cuda, "missing", lambda: None)
     return give
 
 
@@ -229,6 +229,8 @@ def test_plugins_that_are_left_out(probed, monkeypatch: pytest.MonkeyPatch) -> N
     probed(H200)
     monkeypatch.setenv("VLLM_PLUGINS", "other")
     assert "VLLM_PLUGINS=other excludes the plugin; add packed_kv to it" in lines()
+    probed({**H200, "registered": []})  # as vLLM has loaded no plugin
+    assert not any("patch apply" in line for line in lines()) and lines()[-1].startswith("OK")
 
 
 def test_calibration_is_found_and_checked(probed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

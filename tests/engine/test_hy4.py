@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -64,11 +65,11 @@ def test_the_null_codec_is_exact(model: str, tiny_engine, monkeypatch: pytest.Mo
         errors = {n: (teacher_forced_logits(llm, TOKEN_IDS, n) - truth).abs().max().item() for n in (200, CHUNK, 8, 1)}
         print(f"largest error by tokens of a step: {errors}, logits {truth.std():.1f}")
         assert max(errors.values()) < 1e-3
-        kernels = layers[1].impl.kernels.attention.kernels
+        kernels = layers[1].impl.kernels
         with monkeypatch.context() as patch:
-            patch.setattr(kernels, "mean", None)
+            patch.setattr(kernels.layer.codec, "stored_mean", lambda: None)
             faults = [(teacher_forced_logits(llm, TOKEN_IDS, n) - truth).abs().max().item() for n in (CHUNK, 1)]
-        monkeypatch.setattr(kernels, "sinks", None)
+        monkeypatch.setattr(kernels, "layer", replace(kernels.layer, sinks=None))
         faults += [(teacher_forced_logits(llm, TOKEN_IDS, n) - truth).abs().max().item() for n in (CHUNK, 1)]
     print(f"largest error by fault: {faults}")
     assert min(faults) > 0.02

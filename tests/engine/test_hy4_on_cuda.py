@@ -12,7 +12,7 @@ import pytest
 import sparse_models
 import torch
 from harness import kv_tokens, mean_kl, teacher_forced_logits
-from packed_kv.attention.latent.picks_on_cuda import CudaPicks
+from packed_kv.attention.sparse.flash import TritonSinks
 from packed_kv.engine import capacity
 from packed_kv_quality.engines import attention_layers
 from test_sparse_on_cuda import (
@@ -53,13 +53,13 @@ def test_logits_are_those_of_pytorch(name: str, rope_bits: int, decode_kernel: s
     options = {"packed_kv": {"latent_rope_bits": rope_bits, "decode_kernel": decode_kernel}}
     with cut_engine(name, additional_config=options) as llm:
         for layer in attention_layers(llm):
-            kernels = layer.impl.kernels.attention.kernels
-            assert layer.prefill_backend is None and kernels.sinks.std() > 1
-            assert (kernels.row_kernel is None) == (decode_kernel == "triton")
+            kernels = layer.impl.kernels
+            assert layer.prefill_backend is None and kernels.layer.sinks.std() > 1
+            assert kernels.decode.language == ("Triton" if decode_kernel == "triton" else "CUDA")
         ours = logits_by_chunk(llm)
         llm.reset_prefix_cache()
         with monkeypatch.context() as patch:
-            patch.setattr(CudaPicks, "share_with_sinks", lambda *_arguments: None)
+            patch.setattr(TritonSinks, "share", lambda *_arguments: None)
             without = logits_by_chunk(llm)
     with cut_engine(name, additional_config=options) as llm:
         in_pytorch(llm)
@@ -85,7 +85,7 @@ def test_graphs_give_eager_answers(mode: str, cut_engine) -> None:
         check(mode, greedy(llm), eager, rounding)
     if mode == "FULL_DECODE_ONLY":
         with pytest.MonkeyPatch.context() as patch, cut_engine("tq4") as llm:
-            patch.setattr(CudaPicks, "share_with_sinks", lambda *_arguments: None)
+            patch.setattr(TritonSinks, "share", lambda *_arguments: None)
             apart = Distance.of(greedy(llm), eager)
         print(f"without sinks: {apart}")
         assert not apart.is_rounding(rounding), apart

@@ -15,7 +15,7 @@ from vllm.v1.metrics.loggers import StatLoggerBase
 
 def config(
     name: str, dtype: torch.dtype = torch.bfloat16, heads: int = 32, drafts: int = 0, use_mla: bool = False,
-    kernel: str = "auto",
+    kernel: str = "auto", head_size: int = 128,
 ) -> SimpleNamespace:  # fmt: skip
     """Return a config with what routes and labels depend on; 8 KV heads."""
     speculative = SimpleNamespace(parallel_drafting=False, num_speculative_tokens=drafts) if drafts else None
@@ -27,8 +27,11 @@ def config(
             served_model_name=name,
             get_num_attention_heads=lambda _parallel: heads,
             get_num_kv_heads=lambda _parallel: 8,
+            get_head_size=lambda: head_size,
+            hf_text_config=SimpleNamespace(kv_lora_rank=512, qk_rope_head_dim=64),
         ),
-        parallel_config=None,
+        parallel_config=SimpleNamespace(decode_context_parallel_size=1),
+        scheduler_config=SimpleNamespace(max_num_seqs=256),
         speculative_config=speculative,
         additional_config={"packed_kv": {"decode_kernel": kernel}},
     )
@@ -51,8 +54,7 @@ def value(what: str, name: str, route: str) -> float | None:
 @pytest.fixture(autouse=True)
 def on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     platform = SimpleNamespace(is_cuda=lambda: True, get_device_capability=lambda: (8, 0))
-    for module in (metrics, metadata):
-        monkeypatch.setattr(module, "current_platform", platform)
+    monkeypatch.setattr(metadata, "current_platform", platform)
 
 
 def test_tokens_and_requests_by_route() -> None:
@@ -95,17 +97,22 @@ def test_options_of_an_engine_that_packs_nothing(draft: str | None, monkeypatch:
     assert len(lines) == (draft != "tq4")
 
 
-@pytest.mark.parametrize(("kernel", "decode"), [("auto", "decode_kernel"), ("triton", "prefill")])
-def test_on_hopper_the_kernel_decides(kernel: str, decode: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """128 columns: only the CUDA kernel takes them."""
-    monkeypatch.setattr(metrics.current_platform, "get_device_capability", lambda: (9, 0))
-    assert metrics.routes(config("b", heads=128, drafts=7, kernel=kernel)) == ("prefill", decode)
+@pytest.mark.parametrize(
+    ("kernel", "head_size", "decode"),
+    [("auto", 128, "decode_kernel"), ("triton", 128, "prefill"), ("auto", 256, "prefill")],
+)
+def test_on_hopper_the_kernel_decides(
+    kernel: str, head_size: int, decode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """128 columns: only the CUDA kernel takes them, and not of heads of 256 channels."""
+    monkeypatch.setattr("packed_kv.kernels.cuda.missing", lambda: None)
+    monkeypatch.setattr(metadata.current_platform, "get_device_capability", lambda: (9, 0))
+    assert metrics.routes(config("b", heads=128, drafts=7, kernel=kernel, head_size=head_size)) == ("prefill", decode)
 
 
 def test_on_a_cpu_the_compiler_decides(monkeypatch: pytest.MonkeyPatch) -> None:
     platform = SimpleNamespace(is_cuda=lambda: False, is_cpu=lambda: True, get_device_capability=lambda: None)
-    for module in (metrics, metadata):
-        monkeypatch.setattr(module, "current_platform", platform)
+    monkeypatch.setattr(metadata, "current_platform", platform)
     assert metrics.routes(config("b")) == ("prefill", "decode_kernel")
     assert metrics.routes(config("b", use_mla=True)) == ("prefill", "decode_kernel")
     assert metrics.routes(config("b", dtype=torch.float32)) == ("pytorch", "pytorch")

@@ -26,6 +26,7 @@ from transformers import PretrainedConfig
 from vllm.config import KVTransferConfig, ParallelConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 from vllm.model_executor.models import llama, registry
 from vllm.platforms import Platform
 from vllm.platforms.interface import DeviceCapability
@@ -171,9 +172,12 @@ def test_an_option_that_a_draft_has_a_use_for(has_latents: bool) -> None:
 
 
 @pytest.mark.parametrize("layers", [["0"], ["2"], ["sliding_window"]], ids=str)
-def test_skipped_layers_that_pad_the_packed_pages(layers: list[str], demo_model: str, tmp_path: Path) -> None:
+def test_skipped_layers_that_pad_the_packed_pages(
+    layers: list[str], demo_model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """On the CPU; CUDA's platform aligns pages where the first layer is not skipped, and sliding layers only are."""
     model = tiny_models.save(tiny_models.gemma3(), tmp_path)
+    monkeypatch.setattr(DefaultModelLoader, "load_weights", lambda *_args: pytest.fail("the weights are loaded before"))
     line = refusal(model, tokenizer=demo_model, kv_cache_dtype_skip_layers=layers)
     assert f"cannot serve these skipped layers: --kv-cache-dtype-skip-layers {layers[0]}, with which" in line
     assert "leave out --kv-cache-dtype-skip-layers" in line

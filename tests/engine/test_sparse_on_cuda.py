@@ -17,9 +17,7 @@ import sparse_models
 import torch
 from harness import engine, kv_tokens, mean_kl, teacher_forced_logits
 from packed_kv.attention.latent.in_pytorch import ReferenceLatentPrefix
-from packed_kv.attention.latent.picks import PickAttention, ReferencePicks
-from packed_kv.attention.latent.picks_on_cuda import CudaPicks
-from packed_kv.attention.latent.sparse_impl import SparseLatentKernels
+from packed_kv.attention.sparse.layer import SparseKernels
 from packed_kv.attention.store import LatentStore, reference_latent_store
 from packed_kv.engine import capacity
 from packed_kv.kernels.triton.sparse_picks import CountPicksLaunch
@@ -139,12 +137,10 @@ def in_pytorch(llm: LLM) -> None:
     """Let the layers store, gather and attend in PyTorch."""
     for layer in attention_layers(llm):
         impl = layer.impl
-        kernels = impl.kernels.attention.kernels
-        assert isinstance(kernels, CudaPicks)
-        codec, constant = kernels.codec, kernels.constant
-        attention = PickAttention(ReferencePicks(codec, impl.scale, constant, kernels.sinks))
-        store, prefix = LatentStore(reference_latent_store(codec)), ReferenceLatentPrefix(codec)
-        impl.kernels = SparseLatentKernels(store, attention, prefix)
+        assert impl.kernels.decode is not None
+        layout = impl.kernels.layer
+        store = LatentStore(reference_latent_store(layout.codec), layout.kind)
+        impl.kernels = SparseKernels(layout, store, ReferenceLatentPrefix(layout.codec))
 
 
 @pytest.mark.parametrize(
@@ -158,8 +154,8 @@ def test_logits_are_those_of_pytorch(name: str, rope_bits: int, decode_kernel: s
     for by_reference in (False, True):
         with cut_engine(name, additional_config=options) as llm:
             for layer in attention_layers(llm):
-                row_kernel = layer.impl.kernels.attention.kernels.row_kernel
-                assert layer.impl.is_sparse and (row_kernel is None) == (decode_kernel == "triton")
+                by = layer.impl.kernels.decode.language
+                assert layer.impl.is_sparse and by == ("Triton" if decode_kernel == "triton" else "CUDA")
             if by_reference:
                 in_pytorch(llm)
             logits = {chunk: teacher_forced_logits(llm, TOKEN_IDS, chunk).cpu() for chunk in (2300, 700)}

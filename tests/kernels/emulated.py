@@ -11,7 +11,7 @@ from functools import cache
 from pathlib import Path
 
 import torch
-from packed_kv.kernels.cuda import latent_launch, latent_ring_launch, launch, prefix_launch
+from packed_kv.kernels.cuda import grids, latent_launch, latent_ring_launch, launch, prefix_launch
 from packed_kv.kernels.cuda.source import LATENT, LATENT_RING, Program, read_sources
 
 FOLDER = Path(__file__).parent / "emulator"
@@ -58,11 +58,9 @@ def run(
 class CudaDecode(launch.CudaDecode):
     """Runs `decode.cu` on tensors on the CPU."""
 
-    def __call__(
-        self, shape: launch.Grid, max_query_len: int, requests: int, step: bytes, output: torch.Tensor
-    ) -> None:
+    def __call__(self, shape: grids.Grid, max_query_len: int, requests: int, step: bytes, output: torch.Tensor) -> None:
         values = dict(self.compilation((shape.warps, shape.is_final, max_query_len)).constants)
-        passes = launch.pass_count(self.group, max_query_len)
+        passes = grids.pass_count(self.group, max_query_len)
         x, z = (1, shape.blocks) if shape.is_final else (shape.blocks, requests * passes)
         run(values, (x, self.kv_heads, z), output, step, bytes(self.arguments[self.layer_at :]))
 
@@ -90,8 +88,8 @@ def run_latent(constants: dict[str, str], call: bytes, step: latent_launch.Step,
         step: of `make_step`.
         heads: query heads.
     """
-    grids = (step.shape.row_blocks, step.shape.partitions, heads * step.max_query_len, step.requests)
-    build(LATENT, "latent.cpp", tuple(constants.items())).launch(call + step.arguments + layer, *grids)
+    blocks = (step.shape.row_blocks, step.shape.partitions, heads * step.max_query_len, step.requests)
+    build(LATENT, "latent.cpp", tuple(constants.items())).launch(call + step.arguments + layer, *blocks)
 
 
 class CudaLatentRing(latent_ring_launch.CudaLatentRing):

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from launchers import decode, merge
 from packed_kv.formats import GROUP_SIZE
-from packed_kv.kernels.cuda import launch
+from packed_kv.kernels.cuda import grids, launch, pass_tokens
 from packed_kv.kernels.cuda.schedule import PART_SHIFT, SLOT_SHIFT, item_count
 from packed_kv.layout import PageLayout
 from schedules import reference_schedule
@@ -23,7 +23,7 @@ def attend_pages(
     seq_lens: torch.Tensor,
     matrix: torch.Tensor,
     output: torch.Tensor,
-    splits: int | launch.Grid,
+    splits: int | grids.Grid,
     *,
     max_query_len: int,
     **options: Any,
@@ -34,12 +34,12 @@ def attend_pages(
     are the resident blocks for which the schedule is made.
     """
     tokens, kv_heads, group, head_dim = query.shape
-    columns = 0 if kernel == "triton" else launch.column_count(group, max_query_len)
-    passes = 1 if kernel == "triton" else launch.pass_count(group, max_query_len)
+    columns = 0 if kernel == "triton" else grids.column_count(group, max_query_len)
+    passes = 1 if kernel == "triton" else grids.pass_count(group, max_query_len)
     warps = 8 if columns <= 8 else head_dim // GROUP_SIZE
-    shape = splits if isinstance(splits, launch.Grid) else launch.Grid(warps, splits, is_final=True)
+    shape = splits if isinstance(splits, grids.Grid) else grids.Grid(warps, splits, is_final=True)
     # Without a final grid, a warp of a narrow block is a split, and so is a team.
-    assert kernel == "triton" or shape.is_final or shape.warps == 1 or columns > launch.NARROW, (shape, columns)
+    assert kernel == "triton" or shape.is_final or shape.warps == 1 or columns > grids.NARROW, (shape, columns)
     rows, schedule = (tokens, kv_heads * group, shape.blocks), None
     if kernel != "triton" and shape.is_final:
         schedule = make_schedule(seq_lens.repeat_interleave(passes), shape)
@@ -81,10 +81,10 @@ def attend_pages(
         merge(partial, stats, matrix, output, lse=lse)
     assert not counters.any(), "not left for the next launch"
     if schedule is not None:
-        check_parts(schedule, queries_of_passes(query_start, passes, launch.pass_tokens(group)), stats)
+        check_parts(schedule, queries_of_passes(query_start, passes, pass_tokens(group)), stats)
 
 
-def make_schedule(seq_lens: torch.Tensor, shape: launch.Grid) -> torch.Tensor:
+def make_schedule(seq_lens: torch.Tensor, shape: grids.Grid) -> torch.Tensor:
     """Return the schedule for a card with `shape.blocks` resident blocks per KV head, int32 [items, 4]."""
     words = [item.words() for item in reference_schedule(seq_lens.tolist(), shape.blocks, shape.warps)]
     words += [(-1, -1, -1, -1)] * (item_count(len(seq_lens), shape.blocks) - len(words))

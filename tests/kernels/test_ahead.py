@@ -13,13 +13,14 @@ import torch
 from packed_kv import FORMATS
 from packed_kv.attention.choice import Limits
 from packed_kv.attention.context_shard import ContextShard
-from packed_kv.attention.decode import PairLayout, TritonPairs
+from packed_kv.attention.decode import TritonPairs, rotation_of
 from packed_kv.attention.latent import decode as latent_decode
-from packed_kv.attention.latent.decode import HopperLatents, LatentLayout, TritonLatents
-from packed_kv.attention.latent.impl import LatentKernels
+from packed_kv.attention.latent.decode import HopperLatents, TritonLatents
 from packed_kv.attention.latent.in_pytorch import PrefixChunk, RecentContext
+from packed_kv.attention.latent.kernels import LatentKernels
 from packed_kv.attention.latent.metadata import LatentMetadataBuilder
 from packed_kv.attention.latent.prefix import TritonLatentPrefix
+from packed_kv.attention.layouts import LatentLayout, PairLayout
 from packed_kv.attention.metadata import Batch, PackedMetadataBuilder
 from packed_kv.attention.protocols import DecodeBatch, NewTokens
 from packed_kv.attention.store import LatentStore
@@ -244,7 +245,7 @@ def test_profiling_compiles_what_steps_launch(
     monkeypatch.setattr(cuda.CudaDecode, "__call__", lambda *a: None if current() else of_cuda(*a))
     monkeypatch.setattr(prefix_launch.CudaPrefix, "__call__", of_prefixes)
     monkeypatch.setattr(prefix_launch, "PAYS", dict.fromkeys((False, True), prefix_launch.Pays(2, 1)))
-    monkeypatch.setattr("packed_kv.kernels.cuda._missing", lambda: None)
+    monkeypatch.setattr("packed_kv.kernels.cuda.missing", lambda: None)
     card = SimpleNamespace(multi_processor_count=1, major=major, minor=0)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _device: card)
     codec = PagedCodec(FORMATS["tq4"], HEAD_DIM, device=DEVICE)
@@ -325,7 +326,7 @@ def test_profiling_compiles_what_steps_over_latents_launch(
     sizes = heads, 1.0, torch.float16, Limits(longest, requests)
     decode = kernel(LatentLayout(codec, *sizes, constant, WINDOW if has_ring else 0))
     store, prefix = TritonLatentStore(codec), TritonLatentPrefix(codec)
-    warm_up_latents(LatentKernels(LatentStore(store), decode, prefix), BLOCK, 128 + rope_dim, window)
+    warm_up_latents(LatentKernels(LatentStore(store, decode.kind), decode, prefix), BLOCK, 128 + rope_dim, window)
     assert not launched and len(noted) >= 5 and not any(x.bound.held for x in (store, decode, prefix))
 
     cache = torch.zeros(4, BLOCK, codec.slot_bytes, dtype=torch.uint8, device=DEVICE)
@@ -380,7 +381,7 @@ def test_steps_with_drafts_launch_what_was_compiled_and_fit_the_workspace(
     """Of the Triton kernel, for up to 40 requests: tiles of 8, 16 and 32 columns, with every number of splits."""
     codec = PagedCodec(FORMATS["tq4"], HEAD_DIM, device=DEVICE)
     layer = PairLayout(codec, 2 * group, 2, AttentionOptions(1.0), Limits(longest, max_requests=40))
-    kernel = TritonPairs(layer, layer.rotation())
+    kernel = TritonPairs(layer, rotation_of(layer))
     kernel.splits.sm_count = 132
     taken: list[tuple[int, int]] = []
 

@@ -14,7 +14,7 @@ from packed_kv.codecs import ring as reference
 from packed_kv.codecs.pages import PagedCodec
 from packed_kv.codecs.ring import Ring
 from packed_kv.formats import FORMATS
-from packed_kv.kernels.cuda.launch import Grid
+from packed_kv.kernels.cuda.grids import Grid
 from packed_kv.kernels.triton.ring import plan_ring
 from packed_kv.kernels.triton.rotate import rotation_matrix
 from packed_kv.layout import page_layout

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,8 +16,8 @@ from packed_kv.attention.latent import prefix as latents
 from packed_kv.attention.layer import PairKernels
 from packed_kv.attention.step import StepCache
 from packed_kv.codecs.ring import Ring
-from packed_kv.kernels.cuda import latent_launch, latent_ring_launch, launch
-from packed_kv.kernels.cuda.kernel import Function
+from packed_kv.kernels.cuda import grids, latent_launch, latent_ring_launch, launch
+from packed_kv.kernels.cuda.kernel import CudaKernel, Function
 from packed_kv.kernels.triton.launch import Arguments, Launches, StepLaunch
 from packed_kv.window.metadata import WindowMetadata
 from packed_kv.window.step import WindowStep
@@ -75,7 +77,7 @@ def test_latents_are_launched_for_the_dtypes_they_were_compiled_for_and_the_ring
         step = latent_launch.Step(bytes(latent_launch.STEP_ARGUMENTS.size), shape, 1, 1, 1)
         attend.functions = {16: (Function(run, None, 384, 0), Function(run, None, 512, 0))}
         attend.layer_at = latent_launch.CALL_ARGUMENTS.size + latent_launch.STEP_ARGUMENTS.size
-    attend.arguments, attend.device, attend.address = bytearray(256), 0, 0
+    attend.arguments, attend.device, attend.address, attend.lock = bytearray(256), 0, 0, threading.Lock()
     output, query, rope_query = vectors()
     attend(step, query, rope_query, output)
     # Only the ring's kernel may begin early, behind that of pages: before that one may be any kernel of vLLM.
@@ -137,6 +139,61 @@ def test_threads_launch_with_grids_of_their_own(monkeypatch: pytest.MonkeyPatch)
     assert found == {"a": (1, 2, 3, 1, 1), "b": (7, 8, 9, 7, 1)}
 
 
+@pytest.mark.parametrize("of", ["pairs", "latents", "ring"])
+def test_threads_do_not_launch_with_each_others_arguments(of: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a layer keeps for its launches is read by the driver while a call of another thread waits."""
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _device: SimpleNamespace(cuda_stream=0))
+    torn: list[bool] = []
+
+    def run(*_arguments: object, **_options: object) -> None:
+        before = bytes(attend.arguments)
+        time.sleep(0.02)
+        torn.append(bytes(attend.arguments) != before)
+
+    attend: Any
+    numbers, shape = (1, 2), latent_launch.Shape(16, 1, 1)
+    steps: list[Any]
+    if of == "pairs":
+        attend, module, key, kernels = object.__new__(launch.CudaDecode), launch, (1, True, 1), 1
+        steps = [bytes([n]) * launch.STEP_ARGUMENTS.size for n in numbers]
+        calls = [partial(attend, grids.Grid(1, 1, True), 1, 1, step, vectors()[0]) for step in steps]
+        attend.kv_heads = attend.group = 1
+    elif of == "latents":
+        attend, module, key, kernels = object.__new__(latent_launch.CudaLatentDecode), latent_launch, 16, 2
+        steps = [latent_launch.Step(bytes([n]) * module.STEP_ARGUMENTS.size, shape, 1, 1, 1) for n in numbers]
+        attend.heads, attend.query, attend.output = HEADS, torch.bfloat16, torch.bfloat16
+    else:
+        attend, module, key, kernels = object.__new__(latent_ring_launch.CudaLatentRing), latent_ring_launch, 1, 1
+        steps = [latent_ring_launch.Step(bytes([n]) * module.STEP_ARGUMENTS.size, (1, 1, 1)) for n in numbers]
+        attend.widest = latent_ring_launch.Variant(HEADS, 1, 16, torch.bfloat16, torch.bfloat16, False)
+    if of != "pairs":
+        output, query, rope_query = vectors()
+        calls = [partial(attend, step, query, rope_query, output) for step in steps]
+    CudaKernel.__init__(attend, module.CALL_ARGUMENTS.size + module.STEP_ARGUMENTS.size, bytes(8), 0)
+    attend.functions = {key: (Function(run, None, 32, 0),) * kernels}
+    threads = [threading.Thread(target=call) for call in calls]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert torn == [False] * (2 * kernels)
+
+
+def test_biases_have_32_bits() -> None:
+    """`Biases.rows` of columns.cuh."""
+    numbers = torch.zeros(4, dtype=torch.int32)
+    floats = torch.zeros(1 << 10)
+
+    def make(tokens: int) -> bytes:
+        bias = torch.empty(tokens, 4, 1 << 10, device="meta")
+        query = floats[:64].half().view(1, 1, 2, 32)
+        return launch.step_arguments(query, numbers[None], numbers, numbers, floats, floats, bias, None)
+
+    make(1 << 20)
+    with pytest.raises(AssertionError):
+        make((1 << 20) + 1)
+
+
 # ---- what a launch is bound to
 
 
@@ -190,7 +247,7 @@ def of_decode(monkeypatch: pytest.MonkeyPatch) -> tuple[Binder, Callable[..., No
     layer.bound, layer.splits = Launches(), object.__new__(decode.Splits)
     layer.splits.layer = SimpleNamespace(options=SimpleNamespace(sinks=None))
     layer._bind = binder
-    step: Any = decode.HopperPairStep(None, None, launch.Grid(1, 1, True), 1, 1, b"", ())
+    step: Any = decode.HopperPairStep(None, None, grids.Grid(1, 1, True), 1, 1, b"", ())
 
     def attend(cache: torch.Tensor, ring: torch.Tensor, output: torch.Tensor) -> None:
         layer.attend(step, cache, (), Ring(ring, ring, ring, 8), output)

@@ -10,14 +10,17 @@ import torch
 from compiling import EXACT_FMAS, Case, Resources, check_look_ups, compile_kernels
 from packed_kv import FORMATS
 from packed_kv.formats import Format
+from packed_kv.gpu_generations import generation_of
 from packed_kv.kernels import power_of_2
 from packed_kv.kernels.cuda.schedule import Scheduler
 from packed_kv.kernels.kernel_layout import kernel_layout
 from packed_kv.kernels.triton import decode, gather, means, merge, ring, store
 from packed_kv.kernels.triton.quantize import Transform
-from packed_kv.layout import MEAN_BLOCK, page_layout, ring_layout
+from packed_kv.layout import MEAN_BLOCK, PageLayout, page_layout, ring_layout
 
 ARCHITECTURES = (80, 90, 100, 120)
+GENERATIONS = (80, 86, 89, 90, 100, 120)
+"""Of decodes, whose grids count on the programs that fit an SM."""
 STORED = {"tq4": False, "isoquant4": False, "planarquant3": False, "turboquant35": True, "turboquant25": False}
 """Name -> whether calibrated: outliers, scales and means by blocks of positions. Every rotation and width, with and
 without half words."""
@@ -131,12 +134,23 @@ RINGS = (("isoquant4", 8), ("turboquant25", 4))
 DECODED = ("isoquant4", "isoquant3", "turboquant35", "turboquant25")
 
 
+def shape_of(page: PageLayout, arch: int, head_dim: int = 128, mean_blocks: int = 0) -> decode.DecodeShape:
+    registers = decode.most_registers(page, generation_of(divmod(arch, 10)), has_bias=mean_blocks > 0)
+    return decode.DecodeShape(8, 4, head_dim, mean_blocks=mean_blocks, max_registers=registers)
+
+
+def check_grid(arch: int, shape: decode.DecodeShape, columns: int, found: Resources) -> None:
+    """As many programs fit an SM as its grid counts on."""
+    generation = generation_of(divmod(arch, 10))
+    fit = generation.resident_blocks(found.registers, found.shared_bytes)
+    assert fit >= shape.programs(columns, generation), (found.registers, found.shared_bytes)
+
+
 def decode_case(
     fmt: Format, arch: int, head_dim: int = 128, ring_block: int = 0, mean_blocks: int = 0, columns: int = 8
 ) -> Case:
-    registers = decode.MAX_REGISTERS if arch == 90 and head_dim <= 128 else None
-    if columns > 8 and columns * head_dim > decode.OUTPUTS:
-        registers = decode.WIDE_REGISTERS
+    page = page_layout(fmt, head_dim)
+    registers = shape_of(page, arch, head_dim, mean_blocks).register_limit(columns)
     return Case(
         kernel="packed_kv.kernels.triton.decode:_decode_kernel",
         arch=arch,
@@ -149,7 +163,7 @@ def decode_case(
         constants=dict(
             KV_HEADS=8, QUERY_GROUP=columns // 2, SLIDING_WINDOW=0, HAS_SOFT_CAP=False, MICRO_BLOCKS_A_BLOCK=1,
             MEAN_BLOCKS=mean_blocks, TILES_A_BLOCK=8 if mean_blocks > 1 else 0,
-            LAYOUT=kernel_layout(page_layout(fmt, head_dim)), RING_BLOCK=ring_block, RECENT=64 if ring_block else 0,
+            LAYOUT=kernel_layout(page), RING_BLOCK=ring_block, RECENT=64 if ring_block else 0,
             COLUMNS=columns,
         ),
         options=dict(
@@ -168,12 +182,13 @@ def decode_resources(arch: int) -> dict[str, Resources]:
     return dict(zip(DECODED, compile_kernels([decode_case(FORMATS[name], arch) for name in DECODED]), strict=True))
 
 
-@pytest.mark.parametrize("arch", ARCHITECTURES, ids="sm_{}".format)
+@pytest.mark.parametrize("arch", GENERATIONS, ids="sm_{}".format)
 @pytest.mark.parametrize("name", DECODED)
 def test_decode_stays_in_registers(name, arch):
     resources = decode_resources(arch)[name]
     assert not resources.spills
-    assert arch != 90 or resources.registers <= decode.MAX_REGISTERS
+    assert resources.registers <= decode.MAX_REGISTERS
+    check_grid(arch, shape_of(page_layout(FORMATS[name], 128), arch), 8, resources)
     assert resources.count("LDG.E.128") >= 8  # two micro-blocks, K and V, before the loop and in it
 
 
@@ -182,7 +197,7 @@ def local_memory_in_the_loop(resources: Resources) -> list[str]:
     skips is for the tiles at the ends alone."""
     lines = re.findall(r"/\*([0-9a-f]{4,5})\*/\s+(.*?;)", resources.sass)
     code = [(int(address, 16), text) for address, text in lines]
-    jumps = [(at, int(target[1], 16)) for at, text in code if (target := re.search(r"\bBRA .*?(0x[0-9a-f]+)", text))]
+    jumps = [(at, int(target[1], 16)) for at, text in code if (target := re.search(r"\bBRA\b.*?(0x[0-9a-f]+)", text))]
     end, begin = next((at, target) for at, target in jumps if target < at)
     skipped = [(at, target) for at, target in jumps if begin <= at < target <= end]
     assert skipped, "the branch around the tiles at the ends is gone"
@@ -193,14 +208,23 @@ def local_memory_in_the_loop(resources: Resources) -> list[str]:
     ]
 
 
-@pytest.mark.parametrize("arch", [80, 90], ids="sm_{}".format)
+@pytest.mark.parametrize("arch", GENERATIONS, ids="sm_{}".format)
 def test_decode_with_a_ring_stays_in_registers(arch):
     cases = [decode_case(FORMATS[name], arch, ring_block=block) for name, block in RINGS]
     for case, resources in zip(RINGS, compile_kernels(cases), strict=True):
         assert not local_memory_in_the_loop(resources), case
         assert resources.stack_bytes <= 32, case
-        assert arch != 90 or resources.registers <= decode.MAX_REGISTERS, case
-        assert resources.shared_bytes <= 12 * 1024, case  # 16 programs share the 228 KB of an SM
+        check_grid(arch, shape_of(page_layout(FORMATS[case[0]], 128), arch), 8, resources)
+
+
+@pytest.mark.parametrize("arch", GENERATIONS, ids="sm_{}".format)
+def test_the_loop_over_pages_does_not_spill_beside_a_bias(arch):
+    names = ("isoquant3", "turboquant35")
+    cases = [decode_case(FORMATS[name], arch, mean_blocks=MEAN_BLOCKS) for name in names]
+    for name, resources in zip(names, compile_kernels(cases), strict=True):
+        assert not local_memory_in_the_loop(resources), name
+        shape = shape_of(page_layout(FORMATS[name], 128), arch, mean_blocks=MEAN_BLOCKS)
+        check_grid(arch, shape, 8, resources)
 
 
 @pytest.mark.parametrize("mean_blocks", [1, MEAN_BLOCKS])
@@ -220,6 +244,7 @@ def test_wide_tiles_unpack_once(arch):
     narrow = decode_resources(arch)["isoquant4"]
     for count, bound, wide in zip(columns, bounds, compile_kernels(cases), strict=True):
         assert wide.stack_bytes <= bound, count
+        check_grid(arch, shape_of(page_layout(FORMATS["isoquant4"], 128), arch), count, wide)
         assert wide.count("HMMA") == count // 8 * narrow.count("HMMA"), count
         assert wide.count("PRMT") < 1.1 * narrow.count("PRMT"), count
         check_transposing_layout(wide)

@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from compiling import EXACT_FMAS, Case, check_look_ups, compile_kernels
+from compiling import EXACT_FMAS, Case, Resources, check_look_ups, compile_kernels
 from packed_kv.formats import FORMATS, Format
+from packed_kv.gpu_generations import generation_of
 from packed_kv.kernels.kernel_layout import kernel_layout, latent_row_layout, rope_layout
 from packed_kv.kernels.triton import latent_decode, latent_gather, latent_ring, latent_rows, store
 from packed_kv.kernels.triton.latent_store import parts_of
@@ -49,10 +50,24 @@ def decode_case(fmt: Format, arch: int, rope_bits: int, rows: int = 16) -> Case:
 )
 def test_decode_compiles(name: str, arch: int, rope_bits: int) -> None:
     (resources,) = compile_kernels([decode_case(FORMATS[name], arch, rope_bits)])
-    print(resources.registers, resources.stack_bytes, resources.shared_bytes)
     assert resources.stack_bytes <= SPILLED_BYTES
-    assert resources.shared_bytes <= 99 << 10  # what a program may have on sm_89 and sm_120
+    check_grid(arch, 16, resources)
     assert resources.count("LDG.E.128") >= 8
+
+
+def check_grid(arch: int, rows: int, found: Resources) -> None:
+    """As many programs fit an SM as its grid counts on: at least one."""
+    generation = generation_of(divmod(arch, 10))
+    counted = latent_decode.programs(latent_decode.LatentShape(16, rows, 1.0), generation)
+    fit = generation.resident_blocks(found.registers, found.shared_bytes, latent_decode.MICRO_BLOCKS)
+    assert fit >= counted >= 1, (found.registers, found.shared_bytes)
+
+
+@pytest.mark.parametrize("arch", [80, 89, 90], ids="sm_{}".format)
+def test_programs_of_many_rows_fit(arch: int) -> None:
+    """On sm_89, one for each SM: two have more shared memory than there is."""
+    (resources,) = compile_kernels([decode_case(FORMATS["tq4"], arch, 16, rows=32)])
+    check_grid(arch, 32, resources)
 
 
 def store_case(fmt: Format, arch: int, rope_bits: int) -> Case:

@@ -21,7 +21,7 @@ import pytest
 import torch
 from machine_code import Code, Frame, Instruction, is_shared_load, loads_under_way, reached
 from packed_kv.formats import FORMATS
-from packed_kv.kernels.cuda import HEAD_DIMS, latent_launch, launch, nvrtc
+from packed_kv.kernels.cuda import HEAD_DIMS, grids, latent_launch, launch, nvrtc
 from packed_kv.kernels.cuda.source import LATENT, Program, read_sources
 from packed_kv.layout import latent_layout, page_layout, row_layout
 
@@ -100,15 +100,15 @@ def pairs() -> Iterator[Variant]:
     everything = list(itertools.product(own, bias, output, (1, 2)))
     every = bool(os.environ.get("PACKED_KV_ALL_VARIANTS"))
     for number, (name, head_dim, columns, ring) in enumerate(
-        itertools.product(LAYOUTS, HEAD_DIMS, launch.COLUMN_COUNTS, (0, 8))
+        itertools.product(LAYOUTS, HEAD_DIMS, grids.COLUMN_COUNTS, (0, 8))
     ):
         page = page_layout(FORMATS[name], head_dim)
-        card = launch.card_of(page, 8, 132)
+        card = grids.card_of(page, 8, 132)
         seen = set()
         for rest in everything if every else [everything[number * 7 % len(everything)]]:
             (is_few, is_final), (has_bias, tiles), (dtype, has_lse), passes = rest
-            warps = launch.kinds(card, columns)[0 if is_few else 1].warps
-            if not is_final and columns <= launch.NARROW:
+            warps = grids.kinds(card, columns)[0 if is_few else 1].warps
+            if not is_final and columns <= grids.NARROW:
                 warps = 1
             variant = launch.Variant(
                 warps, is_final, columns, 16, ring, 64, has_bias, dtype, has_lse and is_final, tiles,
@@ -120,7 +120,7 @@ def pairs() -> Iterator[Variant]:
             constants = launch.constants(page, 8, 4, variant)
             program = launch.program(constants)
             wide = "roles_unpack.cuh" if int(constants["UNPACKERS"]) else "wide.cuh"
-            file = wide if columns > launch.NARROW else "narrow.cuh"
+            file = wide if columns > grids.NARROW else "narrow.cuh"
             label = f"{name}-{head_dim}-{columns}-{ring}" + (f"-{len(seen)}" if every else "")
             yield Variant(label, program, constants, "decode", file)
 

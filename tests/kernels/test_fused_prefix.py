@@ -13,6 +13,7 @@ import torch
 from packed_kv.attention import decode as pairs
 from packed_kv.attention.choice import Limits
 from packed_kv.attention.layer import PairAttention, PairKernels
+from packed_kv.attention.layouts import PairLayout
 from packed_kv.attention.metadata import Batch, PackedMetadata
 from packed_kv.attention.passes import PassLimits, PrefixPass, plan_passes, prefix_passes
 from packed_kv.attention.prefill import FlashAttention, FlashPrefill
@@ -124,8 +125,8 @@ class Case(NamedTuple):
 
 def layer(codec: PagedCodec, most_tokens: int) -> PairAttention:
     shape = (codec, GROUP, 1, AttentionOptions(codec.key.head_dim**-0.5))
-    layout = pairs.PairLayout(*shape, Limits(1, 8, most_tokens))
-    decode = pairs.pair_kernel(layout, layout.rotation(), "auto")
+    layout = PairLayout(*shape, Limits(1, 8, most_tokens))
+    decode = pairs.pair_kernel(layout, pairs.rotation_of(layout), "auto")
     assert isinstance(decode, pairs.HopperPairs)
     store = PairStore(TritonPairStore(codec, 1, decode.splits.rotation), decode.kind)
     prefill = FlashPrefill(*shape, 64, 8, FlashAttention(flash_attention, codec.value.head_dim))

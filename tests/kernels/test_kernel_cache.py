@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import pwd
 import re
 import shutil
 import stat
@@ -11,6 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from checkout import REPO
 from packed_kv.kernels import kernel_cache
 
 NAME = "decode-0123.cubin"
@@ -196,3 +198,63 @@ def test_errors_of_the_compiler_are_raised(folder: Path) -> None:
     with pytest.raises(RuntimeError, match="NVRTC: no"):
         kernel_cache.load_or_compile(NAME, fails)
     assert os.listdir(folder) == []
+
+
+@pytest.fixture
+def no_home(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A user without HOME and without an entry in /etc/passwd."""
+
+    def unknown(_: int) -> None:
+        raise KeyError("getpwuid(): uid not found")
+
+    for name in ("HOME", "XDG_CACHE_HOME", "PACKED_KV_CACHE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(pwd, "getpwuid", unknown)
+
+
+def test_without_a_home_folder(no_home: None, lines: Callable[[], list[str]], tmp_path: Path, monkeypatch) -> None:
+    """Kernels are compiled at each start; one line says so, and the remedy is one."""
+    compiler = Compiler()
+    for _ in range(2):
+        assert kernel_cache.load_or_compile(NAME, compiler) == CODE
+    assert compiler.calls == 2
+    (line,) = lines()
+    assert "compiled at each start: there is no home folder for ~/.cache/packed_kv (HOME is not set" in line
+    assert line.endswith(kernel_cache.ANOTHER) and kernel_cache.ANOTHER in kernel_cache.why_not_kept()
+    monkeypatch.setenv("PACKED_KV_CACHE", str(tmp_path / "named"))
+    for _ in range(2):
+        assert kernel_cache.load_or_compile(NAME, compiler) == CODE
+    assert compiler.calls == 3 and not kernel_cache.why_not_kept()
+
+
+def test_the_home_folder_is_found_by_its_sign(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("PACKED_KV_CACHE", "~/kernels")
+    assert kernel_cache.cache_folder() == tmp_path / "kernels"
+    monkeypatch.setenv("PACKED_KV_CACHE", "~nobody-of-this-name/kernels")
+    with pytest.raises(kernel_cache.NoHome, match="~nobody-of-this-name/kernels"):
+        kernel_cache.cache_folder()
+
+
+def test_what_cannot_be_written_has_a_remedy(
+    folder: Path, lines: Callable[[], list[str]], tmp_path: Path, monkeypatch
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("PACKED_KV_CACHE", str(tmp_path / "file"))
+    assert kernel_cache.load_or_compile(NAME, Compiler()) == CODE
+    (line,) = lines()
+    assert str(tmp_path / "file") in line and line.endswith(kernel_cache.ANOTHER)
+
+
+def test_a_kernel_is_compiled_again_and_replaced(folder: Path) -> None:
+    kernel_cache.load_or_compile(NAME, lambda: b"of another machine")
+    assert kernel_cache.load_or_compile(NAME, Compiler(), again=True) == CODE
+    assert kernel_cache.load_or_compile(NAME, lambda: b"not called") == CODE
+
+
+def test_no_path_ends_a_start_where_there_is_no_home_folder() -> None:
+    """`Path.expanduser` and `Path.home` raise RuntimeError; `os.path.expanduser` returns the path as it is."""
+    rooms = ("overlay", "calibration", "quality", "scripts", "vllm_patches", "examples", "benchmarks")
+    files = [file for room in rooms for file in sorted((REPO / room).rglob("*.py"))]
+    found = [str(file) for file in files if re.search(r"(?<!os\.path)\.expanduser\(|Path\.home\(", file.read_text())]
+    assert len(files) > 200 and not found, found

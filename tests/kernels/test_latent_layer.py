@@ -10,9 +10,12 @@ import test_cuda_latent
 import torch
 from packed_kv.attention.choice import Limits
 from packed_kv.attention.latent import decode
-from packed_kv.attention.latent.decode import HopperLatents, LatentLayout, TritonLatents
-from packed_kv.attention.latent.impl import LatentAttentionImpl, LatentKernels
+from packed_kv.attention.latent.decode import HopperLatents, TritonLatents
+from packed_kv.attention.latent.impl import LatentAttentionImpl
+from packed_kv.attention.latent.kernels import LatentKernels
 from packed_kv.attention.latent.metadata import LatentDecodeMetadata
+from packed_kv.attention.layouts import LatentLayout
+from packed_kv.attention.step import StepCache
 from packed_kv.formats import FORMATS
 from packed_kv.kernels.cuda import latent_launch, latent_ring_launch
 from packed_kv.reference.latent_attention import attend
@@ -79,6 +82,7 @@ def test_a_layer(kernel: type[TritonLatents | HopperLatents], rank: int, rope_di
         block_table=batch.table, seq_lens=batch.seq_lens, dcp_tot_seq_lens=None, query_start=batch.starts,
         query_starts=batch.starts.cpu(), max_query_len=max(COUNTS),
     )  # fmt: skip
+    of_batch: Any = SimpleNamespace(decode=metadata, num_decodes=len(COUNTS), steps=StepCache())
     rings = WindowMetadata(batch.ring.block_table, batch.ring.block_table, batch.ring.first)
     step = WindowStep(SimpleNamespace(kv_cache=batch.ring.cache, window=WINDOW), rings, is_shared=False)
 
@@ -86,7 +90,7 @@ def test_a_layer(kernel: type[TritonLatents | HopperLatents], rank: int, rope_di
         impl: Any = object.__new__(LatentAttentionImpl)
         impl.kernels, impl.kv_lora_rank, impl.qk_rope_head_dim = LatentKernels(None, decode, None), rank, rope_dim
         impl._window_step = lambda: step if window else None
-        return impl.forward_mqa(query, batch.cache, SimpleNamespace(decode=metadata, num_decodes=len(COUNTS)), None)
+        return impl.forward_mqa(query, batch.cache, of_batch, None)
 
     tables = (batch.cache, batch.table, batch.starts, batch.seq_lens)
     ring = batch.ring if window else None
@@ -103,4 +107,4 @@ def test_a_layer(kernel: type[TritonLatents | HopperLatents], rank: int, rope_di
             torch.testing.assert_close(lse, expected_lse, rtol=0, atol=2e-2)
         else:
             assert lse is None
-    assert len(metadata.steps.made) == 1
+    assert len(of_batch.steps.made) == 1

@@ -11,10 +11,13 @@ from packed_kv.attention import context_parallel
 from packed_kv.attention.choice import Limits
 from packed_kv.attention.context_shard import ContextShard
 from packed_kv.attention.latent import decode
-from packed_kv.attention.latent.decode import LatentLayout, TritonLatents
-from packed_kv.attention.latent.impl import LatentAttentionImpl, LatentKernels
+from packed_kv.attention.latent.decode import TritonLatents
+from packed_kv.attention.latent.impl import LatentAttentionImpl
+from packed_kv.attention.latent.kernels import LatentKernels
 from packed_kv.attention.latent.metadata import LatentDecodeMetadata
 from packed_kv.attention.latent.prefix import TritonLatentPrefix
+from packed_kv.attention.layouts import LatentLayout
+from packed_kv.attention.step import StepCache
 from packed_kv.attention.store import LatentStore
 from packed_kv.attention.triton_store import TritonLatentStore
 from packed_kv.formats import FORMATS
@@ -40,7 +43,7 @@ class Layer:
         self.weights = SimpleNamespace(constant=constant)
         sizes = (HEADS, SCALE, torch.float16, Limits(1, len(LENGTHS)))
         decode = TritonLatents(LatentLayout(self.codec, *sizes, constant, is_shard=True))
-        store = LatentStore(TritonLatentStore(self.codec))
+        store = LatentStore(TritonLatentStore(self.codec), decode.kind)
         self.kernels = LatentKernels(store, decode, TritonLatentPrefix(self.codec))
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(context_parallel, "get_dcp_group", lambda: Group(together, shard.rank))
@@ -83,7 +86,7 @@ class Layer:
         if self.shard == ONE:
             tables = (self.cache, self.table, starts.to(DEVICE), lens)
             return attend(self.codec, *tables, q_latent, q_rope, SCALE, self.weights.constant)
-        batch: Any = SimpleNamespace(decode=metadata, num_decodes=len(LENGTHS))
+        batch: Any = SimpleNamespace(decode=metadata, num_decodes=len(LENGTHS), steps=StepCache())
         part, lse = LatentAttentionImpl.forward_mqa(self, (q_latent, q_rope), self.cache, batch, None)  # type: ignore[arg-type]
         asked: dict[str, Any] = {"seq_lens": lens, "query_start_loc": starts}
         return LatentAttentionImpl.combine(self, part, lse, **asked)  # type: ignore[arg-type]

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import test_cuda_decode as cuda_tests
 import torch
-from packed_kv.kernels.cuda.launch import Grid
+from packed_kv.kernels.cuda.grids import Grid
 from packed_kv.kernels.triton import combine
 from packed_kv.kernels.triton.combine import WeighByLseLaunch
 from test_decode import DEVICE, run, transforms

@@ -14,13 +14,13 @@ import pytest
 import torch
 from checkout import REPO
 from packed_kv.formats import FORMATS
-from packed_kv.kernels.cuda import CAPABILITY, HEAD_DIMS, latent_launch, launch
+from packed_kv.kernels.cuda import HEAD_DIMS, grids, latent_launch, runs_on
 from repeated import rounds_that_differ
 from test_copies import LAYOUTS
 
 sys.path.insert(0, str(REPO / "benchmarks"))
 pytestmark = pytest.mark.skipif(
-    not torch.cuda.is_available() or torch.cuda.get_device_capability() != CAPABILITY,
+    not torch.cuda.is_available() or not runs_on(torch.cuda.get_device_capability()),
     reason="needs a GPU of compute capability 9.0",
 )
 SHAPES = ((40, 1536), (3, 8960))
@@ -66,7 +66,7 @@ def test_picked_latents(name: str, rows: int, rope_bits: int) -> None:
 def batches() -> Iterator[Any]:
     """Every layout, head size and number of columns, with the ring and without; kinds of means in turn."""
     groups = {4: (4, 1), 8: (4, 2), 16: (16, 1), 32: (8, 4), 64: (16, 4)}
-    assert set(groups) == set(launch.COLUMN_COUNTS)
+    assert set(groups) == set(grids.COLUMN_COUNTS)
     number = 0
     for name in LAYOUTS:
         for head_dim in HEAD_DIMS:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from packed_kv.attention import decode as fused
-from packed_kv.attention import prefill
+from packed_kv.attention import factory, prefill
 from packed_kv.attention.latent import decode as latent_decode
 from packed_kv.formats import FORMATS
 from packed_kv.kernels.ahead import Ahead
@@ -38,10 +38,8 @@ def _machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _device: card)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: (8, 0))
     flash = prefill.FlashAttention(flash_attention, 64)
-    monkeypatch.setattr(prefill, "find_flash_attention", lambda *_arguments: flash)
-    monkeypatch.setattr(
-        launches, "cpu_kernels", lambda _fmt, layer, *sizes: launches.cuda_kernels(layer, "auto", *sizes)
-    )
+    on_cuda = factory.pairs_on_cuda
+    monkeypatch.setattr(factory, "pairs_on_cpu", lambda _fmt, layer, engine: on_cuda(layer, engine, flash))
     monkeypatch.setattr(checks, "STEPS", STEPS)
     for module in (checks, latents):
         monkeypatch.setattr(module, "MOST", [11, 46])
@@ -107,10 +105,11 @@ def test_the_timed_step(noted: list[Any], launched: set[Any], monkeypatch: pytes
     assert not timed.check().is_right
 
 
-def test_latents(noted: list[Any], launched: set[Any]) -> None:
+def test_latents(noted: list[Any], launched: set[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    on_cuda = factory.latents_on_cuda
+    monkeypatch.setattr(launches, "latent_kernels", lambda _fmt, *layer: on_cuda(*layer))
     fmt, shape = FORMATS["turboquant25"], Shape(96, 1, 4, 16, longest=4)
     layer = launches.LatentLayer(fmt, latents.RANK, latents.ROPE_DIM, shape, CPU, checks.DTYPE, "auto", 2)
-    layer.kernels, layer.kernel = launches.cuda_latents(layer.codec, shape, checks.DTYPE, "auto", 2)
     layer.compile_ahead()
     found = list(latents.check_latents(fmt, layer, CPU))
     assert len(noted) > 4 and launched <= {*noted}

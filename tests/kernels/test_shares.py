@@ -14,6 +14,7 @@ from packed_kv.attention import decode as fused
 from packed_kv.attention.choice import Limits
 from packed_kv.attention.context_shard import UNSHARDED, ContextShard
 from packed_kv.attention.layer import PairAttention, PairKernels
+from packed_kv.attention.layouts import PairLayout
 from packed_kv.attention.metadata import Batch, PackedMetadata
 from packed_kv.attention.prefill import FlashAttention, FlashPrefill
 from packed_kv.attention.store import PairStore
@@ -124,8 +125,8 @@ def layer(
     shape = (codec, HEADS, 1, options)
     flash = FlashAttention(flash_attention, HEAD_DIM)
     prefill = None if in_pytorch else FlashPrefill(*shape, 64, 8, flash, shard)
-    layout = fused.PairLayout(*shape, Limits(1, 8, max_tokens), shard)
-    decode = fused.pair_kernel(layout, layout.rotation(), kernel)
+    layout = PairLayout(*shape, Limits(1, 8, max_tokens), shard)
+    decode = fused.pair_kernel(layout, fused.rotation_of(layout), kernel)
     store = PairStore(TritonPairStore(codec, 1, decode.splits.rotation), decode.kind)
     kernels = PairKernels(codec, HEADS // shard.ranks, 1, options, store, decode, prefill, shard)
     if group is None:

@@ -10,18 +10,19 @@ from typing import Any
 import pytest
 import torch
 from packed_kv.attention import choice
-from packed_kv.attention.latent import picks_on_cuda
-from packed_kv.attention.latent.hopper_picks import pick_decode
 from packed_kv.attention.latent.in_pytorch import PrefixChunk, ReferenceLatentPrefix
-from packed_kv.attention.latent.picks import PickAttention, PickLayout
-from packed_kv.attention.latent.picks_on_cuda import HEADS, CudaPicks, padded_heads
-from packed_kv.attention.latent.sparse_impl import PickedPrefix
-from packed_kv.attention.latent.sparse_metadata import SparseLatentMetadata
-from packed_kv.attention.store import LatentStore
-from packed_kv.attention.triton_store import TritonLatentStore
+from packed_kv.attention.layouts import SparseLayout
+from packed_kv.attention.sparse import flash
+from packed_kv.attention.sparse.flash import HEADS, padded_heads
+from packed_kv.attention.sparse.hopper import hopper_kernel
+from packed_kv.attention.sparse.layer import SparseKernels
+from packed_kv.attention.sparse.metadata import SparseLatentMetadata
+from packed_kv.attention.step import StepCache
+from packed_kv.attention.warmup import warm_up_sparse
 from packed_kv.codecs.latent_rows import LatentRowCodec
-from packed_kv.kernels.ahead import current
+from packed_kv.kernels.ahead import Ahead, current
 from packed_kv.kernels.cuda import latent_launch, latent_pick_launch
+from packed_kv.kernels.triton.launch import Launch
 from packed_kv.kernels.triton.sparse_picks import CountPicksLaunch
 from packed_kv.reference.sparse_latents import attend_picks, count_picks
 from sparse_batches import (
@@ -92,9 +93,9 @@ class EmulatedPicks(latent_pick_launch.CudaPickDecode):
 @pytest.fixture(autouse=True)
 def _machine(monkeypatch: pytest.MonkeyPatch) -> None:
     workspace = Workspace()
-    monkeypatch.setattr(picks_on_cuda, "current_workspace_manager", lambda: workspace)
+    monkeypatch.setattr(flash, "current_workspace_manager", lambda: workspace)
     if not ON_CUDA:
-        monkeypatch.setattr(picks_on_cuda, "flash_mla_sparse_fwd", emulated_flash)
+        monkeypatch.setattr(flash, "flash_mla_sparse_fwd", emulated_flash)
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: (9, 0))
         card = SimpleNamespace(multi_processor_count=2)
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _device: card)
@@ -104,8 +105,13 @@ def _machine(monkeypatch: pytest.MonkeyPatch) -> None:
 def kernels_of(
     codec: LatentRowCodec, heads: int, most_rows: int = 400, *, reads_rows: bool = False,
     sinks: torch.Tensor | None = None,
-) -> CudaPicks:  # fmt: skip
+) -> SparseKernels:  # fmt: skip
     return cuda_kernels(codec, heads, codec.output_constant(), most_rows, reads_rows=reads_rows, sinks=sinks)
+
+
+def attend_nothing(query: torch.Tensor, *_arguments: Any, out: torch.Tensor, **_options: Any) -> Any:
+    """`flash_mla_sparse_fwd` where nothing reads what it leaves."""
+    return out, None, out.new_zeros(query.shape[:2], dtype=torch.float32)
 
 
 READS_ROWS = pytest.mark.parametrize(
@@ -122,14 +128,13 @@ def test_a_batch(
     name: str, heads: int, has_sinks: bool, most_rows: int, monkeypatch: pytest.MonkeyPatch, *, reads_rows: bool
 ) -> None:
     """Also in slices of 16 query tokens."""
-    monkeypatch.setattr(picks_on_cuda, "SLICE_TOKENS", 16)
+    monkeypatch.setattr(flash, "SLICE_TOKENS", 16)
     codec, sinks = codec_of(name), sinks_of(heads) if has_sinks else None
     batch = Batch(codec, heads, most_rows)
     kernels = kernels_of(codec, heads, most_rows, reads_rows=reads_rows, sinks=sinks)
-    assert (len(batch.metadata.prompts), kernels.most_tokens(1)) == (2 if most_rows == 120 else 1, 16)
-    attention = PickAttention(kernels)
+    assert (len(batch.metadata.prompts), len(kernels.take().query)) == (2 if most_rows == 120 else 1, 16)
     queries = tuple(x.bfloat16() for x in batch.queries)
-    found = attention.attend(batch.metadata, batch.cache, queries, batch.picks, batch.new)
+    found = kernels.attend(batch.metadata, batch.cache, queries, batch.picks, batch.new)
     expected, there = batch.expected(codec.output_constant(), sinks), (batch.picks >= 0).any(1)
     prompts = slice(batch.metadata.num_decode_tokens, None)
     errors = [relative_rms(found[rows], expected[rows]) for rows in (there, prompts)]
@@ -146,7 +151,7 @@ def test_prefixes() -> None:
     chunk = PrefixChunk(starts.to(DEVICE, torch.int32), ends, 150, counts)
     rows, expected = torch.full((2, 176, 576), float("nan"), dtype=torch.float16, device=DEVICE)
     table = batch.metadata.block_table[[0, 1, 3]]
-    PickedPrefix(kernels).gather(batch.cache, table, chunk, rows)
+    kernels.prefix.gather(batch.cache, table, chunk, rows)
     ReferenceLatentPrefix(codec).gather(batch.cache, table, chunk, expected)
     assert torch.equal(rows, expected)
 
@@ -157,16 +162,11 @@ def test_the_warm_up_notes_what_steps_launch(
     has_sinks: bool, monkeypatch: pytest.MonkeyPatch, *, reads_rows: bool
 ) -> None:
     """Variants that a step asks for are those that were noted. Nothing is launched: nothing reads the output."""
-    from packed_kv.kernels.ahead import Ahead
-    from packed_kv.kernels.triton.launch import Launch
-
     codec = codec_of("tq4")
     kernels = kernels_of(codec, 16, reads_rows=reads_rows, sinks=sinks_of(16) if has_sinks else None)
-    store = LatentStore(TritonLatentStore(codec))
     noted: set[Any] = set()
     monkeypatch.setattr(Ahead, "note", lambda _ahead, variant, _compile: noted.add(variant))
-    page = torch.zeros(1, BLOCK_SIZE, codec.slot_bytes, dtype=torch.uint8, device=DEVICE)
-    kernels.warm_up(store, page)
+    warm_up_sparse(kernels, BLOCK_SIZE)
     count = (8 if reads_rows else 6) + has_sinks
     assert len(noted) == count, "store, picks (or counts, schedule, CUDA), prefixes, split, merges, sinks"
     launched: set[Any] = set()
@@ -177,17 +177,28 @@ def test_the_warm_up_notes_what_steps_launch(
     monkeypatch.setattr(Launch, "__call__", remember)
     monkeypatch.setattr(latent_pick_launch.CudaPickDecode, "__call__", lambda *_arguments: None)
 
-    def attend_nothing(query: torch.Tensor, *_arguments: Any, out: torch.Tensor, **_options: Any) -> Any:
-        return out, None, out.new_zeros(query.shape[:2], dtype=torch.float32)
-
-    monkeypatch.setattr(picks_on_cuda, "flash_mla_sparse_fwd", attend_nothing)
+    monkeypatch.setattr(flash, "flash_mla_sparse_fwd", attend_nothing)
     batch = Batch(codec, 16, 400)
     new = tuple(x.bfloat16() for x in batch.new)
     slots = torch.full((len(batch.picks),), -1, dtype=torch.int64, device=DEVICE)
-    store.store(batch.cache, slots, *new, None, None)
-    attention = PickAttention(kernels)
-    attention.attend(batch.metadata, batch.cache, tuple(x.bfloat16() for x in batch.queries), batch.picks, new)
+    kernels.store.store(batch.cache, slots, *new, None, None)
+    kernels.attend(batch.metadata, batch.cache, tuple(x.bfloat16() for x in batch.queries), batch.picks, new)
     assert launched <= noted and len(launched) == (6 if reads_rows else 5) + has_sinks
+
+
+def test_layers_of_a_kind_share_the_workspace(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is taken once a step, for decodes and prompts of all of them. Nothing is launched."""
+    codec, taken = codec_of("tq4"), []
+    layers, batch = [kernels_of(codec, 16) for _ in range(2)], Batch(codec, 16, 400)
+    monkeypatch.setattr(Launch, "__call__", lambda *_arguments: None)
+    monkeypatch.setattr(flash, "flash_mla_sparse_fwd", attend_nothing)
+    manager = flash.current_workspace_manager
+    monkeypatch.setattr(flash, "current_workspace_manager", lambda: taken.append(None) or manager())
+    queries, new = (tuple(x.bfloat16() for x in pair) for pair in (batch.queries, batch.new))
+    for step in (1, 2):
+        batch.metadata.steps = StepCache()
+        outputs = [kernels.attend(batch.metadata, batch.cache, queries, batch.picks, new) for kernels in layers]
+        assert len(taken) == step and outputs[0].data_ptr() == outputs[1].data_ptr()
 
 
 def test_padded_heads() -> None:
@@ -226,11 +237,11 @@ def test_one_line_names_the_kernel(
     option: str, capability: tuple[int, int], line: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lines: list[str] = []
-    monkeypatch.setattr("packed_kv.kernels.cuda._missing", lambda: None)
+    monkeypatch.setattr("packed_kv.kernels.cuda.missing", lambda: None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: capability)
     monkeypatch.setattr(choice.logger, "info_once", lambda text, found, **_: lines.append(text % found), raising=False)
-    layer = PickLayout(codec_of("tq4"), 16, SCALE, None, PICKS)
-    assert (pick_decode(layer, option, 8, 3) is not None) == line.startswith("CUDA")
+    layer = SparseLayout(codec_of("tq4"), 16, SCALE, None, PICKS)
+    assert (hopper_kernel(layer, option, 8, 3) is not None) == line.startswith("CUDA")
     assert lines == [f"decode kernel: {line}"]
 
 
@@ -254,9 +265,9 @@ def test_layers_of_a_kind_share_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
         )  # fmt: skip
         found = []
         for kernels in layers:
-            of_layer = tuple(x[:tokens, : kernels.heads] for x in queries)
+            of_layer = tuple(x[:tokens, : kernels.layer.heads] for x in queries)
             picks = batch.picks[:tokens]
-            found.append(PickAttention(kernels).attend(metadata, batch.cache, of_layer, picks, None).clone())
+            found.append(kernels.attend(metadata, batch.cache, of_layer, picks, None).clone())
         return found, metadata
 
     expected, batch.queries = batch.expected(codec.output_constant()), tuple(x[:, :5] for x in batch.queries)
@@ -269,7 +280,7 @@ def test_layers_of_a_kind_share_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
             assert made == [tokens] * 3, "one for both layers of 16 heads, one for that of 5, and one for sinks"
             for output, kernels in zip(found, layers, strict=True):
                 rows = [0, 2, 3][:tokens]  # token 1 has no picks
-                truth = expected[:, : kernels.heads] if kernels.sinks is None else of_sinks
+                truth = expected[:, : kernels.layer.heads] if kernels.sinks is None else of_sinks
                 assert relative_rms(output[rows], truth[rows]) < TOLERANCE
             kept = weakref.ref(metadata)
             del metadata

@@ -9,10 +9,13 @@ import pytest
 import torch
 from packed_kv.attention.choice import Limits
 from packed_kv.attention.latent import decode
-from packed_kv.attention.latent.decode import LatentLayout, TritonLatents
-from packed_kv.attention.latent.impl import LatentAttentionImpl, LatentKernels
+from packed_kv.attention.latent.decode import TritonLatents
+from packed_kv.attention.latent.impl import LatentAttentionImpl
+from packed_kv.attention.latent.kernels import LatentKernels
 from packed_kv.attention.latent.metadata import LatentDecodeMetadata
+from packed_kv.attention.layouts import LatentLayout
 from packed_kv.attention.metadata import Batch
+from packed_kv.attention.step import StepCache
 from packed_kv.codecs.pages import PagedCodec
 from packed_kv.formats import FORMATS
 from packed_kv.kernels.triton.launch import Launch
@@ -91,6 +94,7 @@ def test_latents(launched: list[tuple[str, Any]], monkeypatch: pytest.MonkeyPatc
         block_table=table, seq_lens=counts[:2], dcp_tot_seq_lens=None, query_start=counts, query_starts=counts,
         max_query_len=1,
     )  # fmt: skip
+    of_batch: Any = SimpleNamespace(decode=metadata, num_decodes=2, steps=StepCache())
     rings = WindowMetadata(table, counts, counts[:2])
     window = WindowStep(SimpleNamespace(kv_cache=ring, window=8), rings, is_shared=False)  # type: ignore[arg-type]
     for _ in range(2):
@@ -99,7 +103,7 @@ def test_latents(launched: list[tuple[str, Any]], monkeypatch: pytest.MonkeyPatc
         impl.kernels = LatentKernels(None, TritonLatents(layout), None)
         impl.kv_lora_rank, impl.qk_rope_head_dim = 96, 32
         impl._window_step = lambda: window
-        impl.forward_mqa(query, cache, SimpleNamespace(decode=metadata, num_decodes=2), None)
+        impl.forward_mqa(query, cache, of_batch, None)
     of_layer = ["_decode_latents_kernel", "_merge_latents_kernel", "_attend_latent_ring_kernel"]
     assert [name for name, _ in launched] == ["_split_lens_kernel", *of_layer, *of_layer]
     assert all(launched[1 + i][1] is launched[4 + i][1] for i in range(3))

@@ -3,8 +3,10 @@ refused by its config.json, unless a table here says under which config it is, o
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -62,7 +64,7 @@ WHISPERS = ("MoonshotKimiaForCausalLM", "MossTranscribeDiarizeForConditionalGene
 """Models with Whisper's encoder, whose decoder, and whose causal encoder but in VoxtralRealtime, they do not have."""
 OF_WHISPER = ("layer CrossAttention", "WhisperCausalAttentionWithBlockPooling", "create_whisper_attention_backend")
 OF_PICKS = "DeepseekV32"
-"""Part of the names of classes that models of `SPARSE_LATENTS` have: `attention/latent/sparse_impl.py` serves them, and
+"""Part of the names of classes that models of `SPARSE_LATENTS` have: `attention/sparse/impl.py` serves them, and
 a patch has their layer let it store."""
 VERSIONS = ("0.33.0", "0.31.0")
 """Besides the installed one."""
@@ -170,7 +172,9 @@ def test_plan_and_doctor_refuse_what_a_name_alone_tells(
 
 
 @pytest.mark.parametrize(
-    ("architecture", "is_said"), [("LlamaForCausalLM", False), ("ArceeForCausalLM", True)], ids=["tried", "untried"]
+    ("architecture", "is_said"),
+    [("LlamaForCausalLM", False), ("Qwen3_5ForConditionalGeneration", False), ("ArceeForCausalLM", True)],
+    ids=["tried", "text tried", "untried"],
 )
 def test_plan_and_doctor_say_what_was_not_tried(
     architecture: str, is_said: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -182,6 +186,15 @@ def test_plan_and_doctor_say_what_was_not_tried(
     findings = doctor.findings(doctor.parser().parse_args([str(tmp_path)]))
     lines = [str(next(findings)) for _ in range(3)]
     assert (f"OK    {tmp_path.name}: {said}" in lines) == is_said
+
+
+def test_models_with_pictures_have_the_text_model_that_is_named() -> None:
+    from vllm.model_executor.models.registry import _MULTIMODAL_MODELS
+
+    for architecture, text in architectures.TEXT_MODELS.items():
+        path, name = _MULTIMODAL_MODELS[architecture]
+        source = inspect.getsource(getattr(import_module(f"vllm.model_executor.models.{path}"), name).__init__)
+        assert f"self.language_model = {text}(" in source and text in architectures.TRIED
 
 
 def test_what_was_tried() -> None:

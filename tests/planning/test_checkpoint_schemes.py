@@ -24,6 +24,9 @@ WEIGHTS = {"targets": ["Linear"], "weights": {"num_bits": 4, "type": "int"}}
 ACTIVATIONS = {"targets": ["Linear"], "weights": None, "input_activations": {"num_bits": 8}}
 ATTENTION = {"targets": ["LlamaAttention"], "weights": {"num_bits": 8}}
 BY_QUARK = {"quant_method": "quark", "kv_cache_group": ["*k_proj"], "layer_quant_config": {"*k_proj": {"weight": None}}}
+QUARK_FP8 = {"weight": {"dtype": "fp8_e4m3", "is_dynamic": False, "qscheme": "per_tensor"}}
+BY_LAYER = {f"model.layers.{layer}.self_attn": {"quant_algo": "FP8" if layer < 20 else "NVFP4"} for layer in range(36)}
+MIXED = {"kv_cache_quant_algo": "MIXED_PRECISION", "kv_cache_quantized_layers": BY_LAYER}
 SCHEMES = {
     "cache alone": (LLM_COMPRESSOR, 16, "fp8"),
     "no groups": ({"quant_method": "compressed-tensors", "kv_cache_scheme": FP8_SCHEME}, 16, "fp8"),
@@ -40,7 +43,18 @@ SCHEMES = {
     ),
     "ModelOpt, weights": ({"quant_method": "modelopt", "quant_algo": "FP8", "kv_cache_quant_algo": None}, 8, ""),
     "Quark, cache alone": ({**BY_QUARK, "global_quant_config": {"weight": None}}, 16, ""),
-    "Quark, both": ({**BY_QUARK, "global_quant_config": {"weight": {"dtype": "fp8_e4m3"}}}, 8, ""),
+    "Quark, both": (
+        {**BY_QUARK, "layer_quant_config": {"*k_proj": QUARK_FP8}, "global_quant_config": QUARK_FP8},
+        8,
+        "",
+    ),
+    "ModelOpt, cache by layer": ({"quant_method": "modelopt", **MIXED}, 16, ""),
+    "ModelOpt, cache by layer and weights": ({"quant_method": "modelopt", "quant_algo": "FP8", **MIXED}, 8, ""),
+    "ModelOpt, layers of the cache alone": (
+        {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", "quantized_layers": {}, **MIXED},
+        16,
+        "",
+    ),
     "fp8": ({"quant_method": "fp8"}, 8, ""),
     "gptq": ({"quant_method": "gptq", "bits": 4}, 4.25, ""),
 }
@@ -75,6 +89,30 @@ def test_the_plan_says_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
         (tmp_path / "config.json").write_text(json.dumps(config))
         assert main([str(tmp_path), "--gpu", "H200"]) == 0
         assert (said in " ".join(capsys.readouterr().out.split())) is expected
+
+
+@pytest.mark.parametrize("where", ["", "quantization"])
+def test_dtypes_fixed_by_layer_are_named(where: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    quantization = {"quant_method": "modelopt", **({where: MIXED} if where else MIXED)}
+    (tmp_path / "config.json").write_text(json.dumps({**SHAPE_8B, "quantization_config": quantization}))
+    assert main([str(tmp_path), "--gpu", "H200"]) == 0
+    said = (
+        "the checkpoint fixes KV-cache dtypes of layers (kv_cache_quantized_layers: FP8 in 20, NVFP4 in 16), which "
+        "vLLM does not read (auto would be the model's own dtype); packed dtypes set its scales aside"
+    )
+    assert said in " ".join(capsys.readouterr().out.split())
+
+
+def test_an_engine_says_which_route_float32_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    lines: list[str] = []
+    log = SimpleNamespace(info=lambda line, *values: lines.append(line % values))
+    monkeypatch.setattr(registration, "logger", log)
+    for dtype, number in ("float32", 1), ("bfloat16", 0):
+        options = EngineArgs(str(DEMO_MODEL), kv_cache_dtype="tq4", skip_tokenizer_init=True, dtype=dtype)
+        lines.clear()
+        registration.PackedDTypeHandler.before_engine(_handler(), options.create_engine_config())
+        said = "KV cache dtype tq4: float32 activations: decodes run in PyTorch, and so do prompts, which read packed"
+        assert sum(line.startswith(said) for line in lines) == number
 
 
 def test_an_engine_says_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -617,9 +617,9 @@ def test_a_config_that_cannot_be_planned(name: str, tmp_path: Path, capsys: pyte
             ("nobody/nothing", "--gpu", "H200"),
             "nobody/nothing is neither a folder nor a file, and its config.json cannot be fetched",
         ),
-        ((str(DEMO_MODEL),), "no card is named; give --gpu NAME (one of B200, H200"),
+        ((str(DEMO_MODEL),), "no card is named; give --gpu NAME (one of B300, B200"),
         (("{falcon}",), "cannot serve models that do not pass cache_config to their attention layers"),
-        ((str(DEMO_MODEL), "--gpu", "H300"), "--gpu H300 is not known; known: B200, H200"),
+        ((str(DEMO_MODEL), "--gpu", "H300"), "--gpu H300 is not known; known: B300, B200"),
         (
             ("{8b}", "--gpu", "L4", "--weights", "30GiB"),
             "30.0 GiB of weights per card (as given) and 3 GiB for the rest",

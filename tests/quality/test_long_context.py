@@ -12,6 +12,7 @@ import torch
 from calibration_files import content, write
 from checkout import DEMO_MODEL
 from packed_kv.layout import RECENT_TOKENS
+from packed_kv.transformers import CACHE_ARGUMENT
 from torch.testing import assert_close
 from tq_calibrate.collect import ATTENTION, Collector
 from transformers import AutoModelForCausalLM, DynamicCache
@@ -48,12 +49,12 @@ def test_far_tokens_are_read_from_codecs_and_near_ones_as_they_are() -> None:
 
     with torch.inference_mode():
         expected = model(ids).logits[0, -SCORED:].log_softmax(-1)
-        model.base_model(ids[:, :-SCORED], past_key_values=cache, use_cache=True)
+        model.base_model(ids[:, :-SCORED], **{CACHE_ARGUMENT: cache}, use_cache=True)
         assert_close(run.log_probs(ids, cache, SCORED), expected, rtol=1e-4, atol=1e-4)
         assert_close(with_codecs(ids, 0.0), expected, rtol=1e-4, atol=1e-4)
         assert (with_codecs(ids, 1.0) - expected).abs().max() > 0.1
         near, cache = ids[:, :RECENT_TOKENS], DynamicCache()
-        model.base_model(near[:, :-SCORED], past_key_values=cache, use_cache=True)
+        model.base_model(near[:, :-SCORED], **{CACHE_ARGUMENT: cache}, use_cache=True)
         assert_close(with_codecs(near, 1.0), model(near).logits[0, -SCORED:].log_softmax(-1), rtol=1e-4, atol=1e-4)
 
 

@@ -23,7 +23,7 @@ from packed_kv_quality.engines import DEMO_MODEL
 from packed_kv_quality.measurement import Measurement, Recall, Refused, Settings
 from packed_kv_quality.placebo_sweep import DEMO_KL, DEMO_MARGIN, Limits, gaussian_error, judge, passes
 from packed_kv_quality.recall_map import Cell, RecallSettings
-from packed_kv_quality.report import Report, markdown, write
+from packed_kv_quality.report import Report, keep, markdown, write
 from packed_kv_quality.teacher_forced import through_e4m3
 from packed_kv_quality.uncertainty import block_means, ratio, standard_error
 
@@ -248,6 +248,35 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return {path.stem: str(path) for path in folder.iterdir()}
 
 
+@pytest.mark.parametrize("name", ["quality.json", "quality.csv", "pareto.png", "generate.json"])
+def test_results_are_checked_before_an_engine_starts(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for make, reason in ((os.mkdir, "a folder"), (os.mkfifo, "not a regular file")):
+        make(tmp_path / name)
+        assert main(["run", "--skip-recall", "--output", str(tmp_path)]) == 2
+        assert f"--output: {tmp_path / name} is {reason}; give another" in capsys.readouterr().err
+        (os.rmdir if reason == "a folder" else os.unlink)(tmp_path / name)
+
+
+def test_results_that_cannot_be_written_are_printed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Hours of measurement are not lost where the disk is full by then."""
+    path = tmp_path / "quality.json"
+    assert keep(path, "first") and path.read_text() == "first"
+
+    def full(_file: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "fsync", full)
+        assert not keep(path, "second")
+    shown = capsys.readouterr()
+    assert shown.out == "second\n" and f"{path} cannot be written (No space left on device)" in shown.err
+    assert os.listdir(tmp_path) == ["quality.json"] and path.read_text() == "first"
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -276,8 +305,8 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         (["--text", "{short}", "{short}", "--context", "4", "--chunk", "1"], "two files have the name short"),
         (["--output", "{no}"], "no.safetensors is a file; give another"),
         (["--emit", "{no}/deeper/x"], "no.safetensors is a file; give another"),
-        (["--emit", "."], "--emit: . is a folder; give a file"),
-        (["--emit", "{fifo}"], "fifo is not a regular file; give a file"),
+        (["--emit", "."], "--emit: . is a folder; give another"),
+        (["--emit", "{fifo}"], "fifo is not a regular file; give another"),
         (["--calibration", "{no}", "--additional-config", '{"packed_kv": {"calibration": "x"}}'], "both name a calib"),
         (["--calibration", "{no}"], "no.safetensors: is not JSON"),
         (["--calibration", "{rope}"], "made for another RoPE"),

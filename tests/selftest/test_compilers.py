@@ -69,6 +69,26 @@ def test_one_that_fails_dies_or_hangs_is_left(tmp_path: Path, monkeypatch: pytes
     assert "no such architecture" in capfd.readouterr().err
 
 
+PARALLEL = """
+import os, torch
+from packed_kv.selftest.compilers import Compilers
+
+def work(names, device):
+    os.write(1, f"{torch.ones(4_000_000).mul(2).sum():.0f} of {' '.join(names)}\\n".encode())
+
+torch.set_num_threads(2)
+assert torch.ones(4_000_000).mul(2).sum() == 8e6
+assert len(os.listdir("/proc/self/task")) > 1
+Compilers(["tq3", "tq4"], work).run(torch.device("cpu"))
+"""
+
+
+def test_they_do_not_wait_for_threads_of_the_process() -> None:
+    """Which PyTorch's operations have started by then, and a forked process has not."""
+    run = subprocess.run([sys.executable, "-c", PARALLEL], capture_output=True, text=True, check=False, timeout=120)
+    assert sorted(run.stdout.split("\n")) == ["", "8000000 of tq3", "8000000 of tq4"], run.stderr
+
+
 PARENT = """
 import os, signal, sys
 from packed_kv.selftest.compilers import Compilers

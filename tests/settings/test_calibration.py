@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shlex
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -268,7 +270,17 @@ def test_a_wrong_file_stops_the_start(what: str, model: Path, no_workers: None) 
     path = write(model, make())
     line = refusal(model, "turboquant25")
     assert line.startswith(f"{path}: {words}")
-    assert line.endswith("; make a new file with: tq-calibrate model MODEL")
+    command = f"tq-calibrate model {model} --out {path}" if what == "rope" else "tq-calibrate model MODEL"
+    assert line.endswith(f"; make a new file with: {command}")
+
+
+def test_the_command_that_is_named_makes_a_file_for_this_engine(model: Path, no_workers: None) -> None:
+    """Overrides included; without them it would write the file that was refused."""
+    path = write(model, content(3, version=3))
+    yarn = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 512}
+    line = refusal(model, "turboquant25", hf_overrides={"rope_parameters": yarn})
+    options = shlex.quote(json.dumps({"hf_overrides": {"rope_parameters": yarn}}))
+    assert line.endswith(f": tq-calibrate model {model} --engine vllm --engine-options {options} --out {path}")
 
 
 @pytest.mark.parametrize("version", [2, 3])

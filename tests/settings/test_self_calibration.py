@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -48,8 +50,8 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 @pytest.fixture
 def log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     lines: list[str] = []
-    info = SimpleNamespace(info=lambda line, *args: lines.append(line % args))
-    monkeypatch.setattr(self_calibration, "logger", info)
+    add = lambda line, *args: lines.append(line % args)  # noqa: E731
+    monkeypatch.setattr(self_calibration, "logger", SimpleNamespace(info=add, warning=add))
     return lines
 
 
@@ -297,12 +299,168 @@ def test_a_model_that_cannot_be_calibrated_stops_the_start(
     assert [path.suffix for path in cache.iterdir()] == [".lock"]
 
 
-def test_a_cache_that_cannot_be_written_stops_the_start(model: str, cache: Path) -> None:
-    cache.parent.touch()
-    assert refusal(settings(model)) == (
-        f'packed_kv.calibration "auto": {cache} cannot be written (Not a directory); VLLM_CACHE_ROOT or '
-        "XDG_CACHE_HOME names another folder"
+@pytest.fixture
+def until_exit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """TMPDIR of this process, which ends with the test."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmpdir"))
+    (tmp_path / "tmpdir").mkdir()
+    with contextlib.ExitStack() as stack:
+        monkeypatch.setattr(self_calibration, "UNTIL_EXIT", stack)
+        yield tmp_path / "tmpdir"
+    assert os.listdir(tmp_path / "tmpdir") == []
+
+
+def full(folder: Path) -> None:
+    """Let the cache's file have no place."""
+    folder.mkdir(parents=True)
+    (folder / cached_file(settings(str(folder.parents[1] / "model"))).name).mkdir()
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda cache: cache.parent.touch(), "Not a directory"),
+        (lambda cache: [cache.mkdir(parents=True), cache.chmod(0o777)], "others can write {cache} (mode 777)"),
+        (lambda cache: [cache.mkdir(parents=True), cache.chmod(0o770)], "others can write {cache} (mode 770)"),
+        (full, "Is a directory"),
+    ],
+    ids=["no folder", "folder of all", "folder of a group", "no file"],
+)
+def test_a_cache_that_is_not_this_users_alone_costs_time(
+    change: Callable[[Path], object],
+    reason: str,
+    model: str,
+    cache: Path,
+    until_exit: Path,
+    tmp_path: Path,
+    log: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The engine calibrates for itself, whatever others have put there, and one line says why."""
+    change(cache)
+    if reason.startswith("others"):
+        write(cache, content(1, mean=30000.0, version=3)).rename(cache / cached_file(settings(model)).name)
+    commands = instead(monkeypatch, copies(write(tmp_path, content(1))))
+    path = resolved(settings(model))
+    assert len(commands) == 1 and path.parent.parent == until_exit and path.parent.stat().st_mode & 0o777 == 0o700
+    assert load(path).version == 1
+    told = [line for line in log if "one is made at each start" in line]
+    assert len(told) == 1 and reason.format(cache=cache) in told[0]
+    assert not list(cache.glob("*.lock")) or reason == "Is a directory"
+
+
+def planted(path: Path) -> None:
+    path.write_text("precious")
+    os.chown(path, 1234, -1)
+
+
+@pytest.mark.parametrize(
+    ("plant", "reason"),
+    [
+        (planted, "{path} belongs to user 1234"),
+        (lambda path: path.symlink_to("victim"), "{path} is not a regular file"),
+        (os.mkfifo, "{path} is not a regular file"),
+        (lambda path: [path.touch(), path.chmod(0o666)], "others can write {path} (mode 666)"),
+    ],
+    ids=["another user's", "link", "FIFO", "writable"],
+)
+def test_a_planted_file_is_not_loaded_but_replaced(
+    plant: Callable[[Path], object],
+    reason: str,
+    model: str,
+    cache: Path,
+    tmp_path: Path,
+    log: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if plant is planted and os.geteuid():
+        pytest.skip("only root can give a file away")
+    path = cached_file(settings(model))
+    cache.mkdir(parents=True, mode=0o700)
+    (cache / "victim").write_text("precious")
+    plant(path)
+    commands = instead(monkeypatch, copies(write(tmp_path, content(1))))
+    assert resolved(settings(model)) == path
+    assert len(commands) == 1 and not path.is_symlink() and load(path).version == 1
+    assert (cache / "victim").read_text() == "precious"
+    assert log[0].startswith(f"KV cache calibration: {reason.format(path=path)}") and log[0].endswith(
+        "it was deleted and is made again"
     )
+    assert resolved(settings(model)) == path and len(commands) == 1
+
+
+@pytest.mark.parametrize(
+    "plant",
+    [lambda path: path.symlink_to("victim"), os.mkfifo, lambda path: path.mkdir()],
+    ids=["link", "FIFO", "folder"],
+)
+def test_a_planted_lock_harms_nothing(
+    plant: Callable[[Path], object],
+    model: str,
+    cache: Path,
+    until_exit: Path,
+    tmp_path: Path,
+    log: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """No file of this user's is truncated, and no FIFO is waited for."""
+    lock = cached_file(settings(model)).with_suffix(".lock")
+    cache.mkdir(parents=True, mode=0o700)
+    (cache / "victim").write_text("precious")
+    plant(lock)
+    instead(monkeypatch, copies(write(tmp_path, content(1))))
+    assert resolved(settings(model)).parent.parent == until_exit
+    assert (cache / "victim").read_text() == "precious"
+    assert f"{lock} is not a regular file; delete it" in log[0]
+
+
+def test_what_a_killed_calibration_left_is_removed(
+    model: str, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache.mkdir(parents=True, mode=0o700)
+    (cache / ".packed_kv-0123456789abcdef.tmp").touch()
+    instead(monkeypatch, copies(write(tmp_path, content(1))))
+    path = resolved(settings(model))
+    assert sorted(cache.iterdir()) == [path, path.with_suffix(".lock")]
+
+
+def test_a_link_that_leads_nowhere_does_not_stop_the_start(model: str) -> None:
+    plain = cached_file(settings(model))
+    (Path(model) / "notes.json").symlink_to("nowhere")
+    (Path(model) / "round.json").symlink_to("round.json")
+    assert cached_file(settings(model)) == plain
+
+
+def test_a_file_of_another_rope_is_passed_over(
+    model: str, tmp_path: Path, log: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The model's folder has a file that was made without the overrides of this engine."""
+    beside = write(Path(model), content(1, version=3))
+    assert resolved(settings(model)) == beside
+    commands = instead(monkeypatch, copies(write(tmp_path, content(1))))
+    config = settings(model, hf_overrides={"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}})
+    path = resolved(config)
+    assert path == cached_file(config) and len(commands) == 1
+    assert log[0].startswith(f"KV cache calibration: {beside} is passed over: made for another RoPE: ")
+
+
+LONGROPE = {
+    "rope_type": "longrope", "rope_theta": 1e4, "factor": 4.0, "short_factor": [1.0] * 32, "long_factor": [4.0] * 32,
+    "original_max_position_embeddings": 2048,
+}  # fmt: skip
+
+
+def test_an_engine_of_long_factors_has_a_file_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM chooses longrope's factors by max_model_len, which tq-calibrate is told."""
+    config = tiny_models.llama(
+        vocab_size=4096, num_hidden_layers=1, max_position_embeddings=8192, rope_parameters=LONGROPE
+    )
+    model = tiny_models.save(config, tmp_path / "model")
+    commands = instead(monkeypatch, copies(write(tmp_path, content(1))))
+    paths = [resolved(settings(model, max_model_len=length)) for length in (2048, 4096, 8192)]
+    assert paths[0] != paths[1] == paths[2]
+    short, long = commands
+    assert '"max_model_len": 2048' in short[-3] and '"max_model_len": 4096' in long[-3]
 
 
 def test_a_damaged_file_of_the_cache_stops_the_start(model: str, cache: Path) -> None:

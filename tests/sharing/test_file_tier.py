@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import errno
 import logging
 import mmap
@@ -20,11 +19,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from packed_kv.formats import FORMATS
 from packed_kv.sharing import tiers
 from packed_kv.sharing.file_tier import FOOTER, PackedFileTier, read_pages, write_pages
-from vllm.config import KVTransferConfig
-from vllm.v1.kv_offload.base import ReqContext, make_offload_key
+from vllm.v1.kv_offload.base import LookupResult, ReqContext, make_offload_key
 from vllm.v1.kv_offload.config import (
     OffloadingCacheConfig,
     OffloadingConfig,
@@ -33,7 +30,6 @@ from vllm.v1.kv_offload.config import (
     OffloadingParallelConfig,
 )
 from vllm.v1.kv_offload.tiering.base import TransferJob
-from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
 from vllm.v1.kv_offload.tiering.fs.manager import FileSystemTierManager
 
 CHUNK, CHUNKS = 8192, 12
@@ -285,6 +281,34 @@ def test_a_file_that_may_not_be_read_gives_way(tmp_path: Path, monkeypatch: pyte
     assert host.path(8).exists(), "a failing disk is no reason to remove files"
 
 
+@pytest.mark.parametrize("damage", [flip, truncate], ids=lambda damage: damage.__name__)
+def test_damaged_pages_that_cannot_be_deleted_are_one_line(
+    damage: Callable[[Path, Path], None], tmp_path: Path, lines: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in a folder that was made immutable. A miss from then on; nobody tries to read or write them again."""
+    host = Host(tmp_path)
+    host.store()
+    damage(host.path(7), host.path(3))
+    stuck, unlink = host.path(7), Path.unlink
+
+    def refuse(path: Path, *args: Any, **options: Any) -> None:
+        if path == stuck:
+            raise PermissionError(errno.EPERM, "Operation not permitted", str(path))
+        unlink(path, *args, **options)
+
+    monkeypatch.setattr(Path, "unlink", refuse)
+    assert list(host.load().successful_keys) == KEYS[:7]
+    (line,) = lines
+    assert f"{stuck} is truncated, corrupted or another engine's, and cannot be deleted (Operation not" in line
+    assert host.tier.lookup(KEYS[7], REQUEST) is LookupResult.MISS
+    assert host.has(7), "vLLM finds a file"
+    while (found := host.tier.lookup(KEYS[8], REQUEST)) is LookupResult.RETRY:
+        host.tier._lookup_manager.flush()
+    assert found is LookupResult.HIT
+    assert host.store().success
+    assert len(lines) == 1
+
+
 @pytest.mark.parametrize("umask", [0o022, 0o000])
 def test_nobody_else_reads_what_is_written(umask: int, tmp_path: Path) -> None:
     """Folders 0700 and files 0600, also those above the tier's own that it has to make."""
@@ -311,11 +335,16 @@ def test_a_models_path_may_be_long(tmp_path: Path) -> None:
     assert longest + len("_4194304_01234567.moved") < tiers.LONGEST
 
 
-def test_a_root_whose_files_paths_are_too_long_is_one_line(tmp_path: Path) -> None:
-    root = tmp_path
-    while len(str(root)) < 3900:
-        root = root / ("folder" * 10)
-    assert "File name too long" in tiers._unusable(str(root))
+def test_a_root_that_may_not_be_listed_serves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of mode 300: its files can be written and read by their names."""
+
+    def refuse(path: Path) -> Any:
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "iterdir", refuse)  # root may list all
+    assert not tiers._unusable(str(tmp_path))
+    host = Host(tmp_path)
+    assert host.store().success and host.load().success
 
 
 def test_a_file_of_vllms_own_tier_is_a_miss(tmp_path: Path, lines: list[str]) -> None:
@@ -347,17 +376,22 @@ def test_only_canonical_pages_are_shared_between_ranks(tmp_path: Path) -> None:
 
 def test_no_space_is_said_once(tmp_path: Path, lines: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     host = Host(tmp_path)
+    there = range(CHUNKS // 2)
+    host.store(there)
 
     def full(*_args: object) -> int:
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "writev", full)
-        assert [host.store().success for _ in range(3)] == [False] * 3
+        # Chunks that are there already are no proof of room.
+        results = [host.store(numbers).success for numbers in (range(CHUNKS), there, range(CHUNKS), there)]
+        assert results == [False, True, False, True]
     assert len(lines) == 1
     assert f"cannot write into {tmp_path} ([Errno 28] No space left on device); new pages are not stored" in lines[0]
-    assert not [*host.tier.take_events()]
-    assert not [path for path in tmp_path.rglob("*") if path.suffix in (".bin", ".tmp")]
+    assert sum(len(event.keys) for event in host.tier.take_events()) == 3 * len(there)
+    assert len([*tmp_path.rglob("*.bin")]) == len(there)
+    assert not [*tmp_path.rglob("*.tmp")]
     assert host.store().success
     assert len(lines) == 2
     assert "works again" in lines[1]
@@ -400,49 +434,3 @@ def test_calls_that_move_a_part_of_a_file(tmp_path: Path, monkeypatch: pytest.Mo
     path.write_bytes(path.read_bytes()[:-1])
     with pytest.raises(OSError, match="truncated"):
         read_pages(path, tmp_path, found, direct=False)
-
-
-def connectors(options: dict[str, Any]) -> dict[str, Any]:
-    """Options of a MultiConnector with one connector, whose options are these."""
-    return {"connectors": [{"kv_connector": "OffloadingConnector", "kv_connector_extra_config": options}]}
-
-
-def settings(extra: dict[str, Any]) -> Any:
-    """Stand-in for a VllmConfig, as far as `tiers` reads it."""
-    return SimpleNamespace(
-        kv_transfer_config=KVTransferConfig("MultiConnector", kv_role="kv_both", kv_connector_extra_config=extra),
-        model_config=SimpleNamespace(model="none", revision=None, use_mla=False),
-        load_config=SimpleNamespace(load_format="auto"),
-        cache_config=SimpleNamespace(kv_cache_dtype_skip_layers=[]),
-        additional_config={},
-    )
-
-
-def test_tiers_of_an_engine(tmp_path: Path, lines: list[str]) -> None:
-    """Each tier `fs`, in connectors within others too, is ours; other tiers stay; a folder that is none is left out."""
-    (tmp_path / "file").write_text("")
-    good, other = {"type": "fs", "root_dir": str(tmp_path / "new"), "n_read_threads": 3}, {"type": "obj"}
-    bad = {"type": "fs", "root_dir": str(tmp_path / "file" / "folder")}
-    first, second = ({"secondary_tiers": tiers_} for tiers_ in ([bad, other], [good]))
-    within = {"kv_connector": "MultiConnector", "kv_connector_extra_config": connectors(second)}
-    outer = {"connectors": [*connectors(first)["connectors"], within, {"kv_connector": "OffloadingConnector"}]}
-    tiers.replace_tiers(settings(outer), FORMATS["tq4"])
-    (tier,) = second["secondary_tiers"]
-    assert tier == {**good, "type": tiers.FILES, "page_format": tier["page_format"]}
-    assert tier["page_format"].startswith("tq4-")
-    assert first["secondary_tiers"] == [other]
-    (line,) = lines
-    assert "tier disabled" in line
-    assert str(tmp_path / "file") in line
-    assert not [*(tmp_path / "new").iterdir()]
-    assert SecondaryTierFactory.get_tier_class(tier) is PackedFileTier
-    before = copy.deepcopy(outer)
-    tiers.replace_tiers(settings(outer), FORMATS["tq4"])  # a second engine with the same settings
-    assert outer == before
-
-
-@pytest.mark.parametrize("folder", [{}, {"root_dir": ""}, {"root_dir": 3}])
-def test_a_tier_without_a_folder(folder: dict[str, Any]) -> None:
-    extra = connectors({"secondary_tiers": [{"type": "fs", **folder}]})
-    with pytest.raises(ValueError, match='has no folder; write "root_dir": "PATH"'):
-        tiers.check_tiers(settings(extra))

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from contextlib import nullcontext
 from copy import deepcopy
-from dataclasses import replace
+from dataclasses import fields, replace
 from inspect import getsource
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,17 +17,21 @@ import msgspec
 import pytest
 import tiny_models
 import torch
+import transformers
 from block_store import BlockStore
 from calibration_files import ORDERS, OUTLIERS, content, write
 from checkout import DEMO_MODEL
 from harness import engine
 from packed_kv import formats
+from packed_kv.calibration_file import CalibrationError
 from packed_kv.engine import registration
 from packed_kv.formats import FORMATS
 from packed_kv.refusals import table as refusals
+from packed_kv.settings.model_options import MODEL_OPTIONS, TOKENIZER_OPTIONS, keep_numbers, model_numbers
 from packed_kv.sharing.fingerprint import fingerprint
 from safetensors.torch import load_file, save_file
 from vllm import SamplingParams
+from vllm.config import ModelConfig, MultiModalConfig
 from vllm.config.cache import kv_cache_page_format
 from vllm.distributed.kv_transfer.kv_connector.utils import kv_postprocess_blksize_on_receive
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl import base_worker
@@ -80,10 +85,12 @@ def test_engines_share_pages_of_one_format_only(tmp_path: Path, monkeypatch: pyt
 
 def settings(model: Path, kv_cache_dtype: str, *, skip: list[str] | None = None, file: Path | None = None) -> Any:
     """Stand-in for a VllmConfig, as far as a fingerprint depends on it."""
+    model_config = SimpleNamespace(
+        model=str(model), revision=None, dtype="bfloat16", use_mla=False, hf_text_config=SimpleNamespace(),
+        hf_config={}, architecture="LlamaForCausalLM",
+    )  # fmt: skip
     return SimpleNamespace(
-        model_config=SimpleNamespace(
-            model=str(model), revision=None, dtype="bfloat16", use_mla=False, hf_text_config=SimpleNamespace()
-        ),
+        model_config=model_config,
         load_config=SimpleNamespace(load_format="auto"),
         cache_config=SimpleNamespace(cache_dtype=kv_cache_dtype, kv_cache_dtype_skip_layers=skip or []),
         additional_config={"packed_kv": {"calibration": str(file)}} if file else {},
@@ -161,6 +168,12 @@ def test_fingerprint_of_a_calibration(tmp_path: Path) -> None:
     assert differ(plain, fingerprints(tmp_path, file=write(tmp_path / "other", file))) == with_outliers
 
 
+def test_a_named_file_that_is_not_there_has_no_fingerprint(tmp_path: Path) -> None:
+    """As that of an engine without calibration it would find wrong pages."""
+    with pytest.raises(CalibrationError, match=r"missing\.json"):
+        fingerprint(settings(tmp_path, "tq4", file=tmp_path / "missing.json"), FORMATS["tq4"])
+
+
 def test_fingerprint_of_weights(tmp_path: Path) -> None:
     """Any tensor's, by content: not by path, time, or files that say nothing of the weights."""
     model = Path(tiny_models.save(tiny_models.llama(), tmp_path / "model"))
@@ -201,6 +214,119 @@ def test_fingerprint_of_a_commit_of_the_hub(tmp_path: Path) -> None:
     first, same, other = map(fingerprints, commits)
     assert first == same
     assert differ(first, other) == {*FORMATS}
+
+
+@pytest.fixture(scope="module")
+def longrope(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model whose RoPE has other factors for engines of more than 192 tokens."""
+    half = 32
+    config = transformers.Phi3Config(
+        **tiny_models.SMALL | {"hidden_size": 256, "num_attention_heads": 4, "max_position_embeddings": 1024},
+        original_max_position_embeddings=192, pad_token_id=0,
+        rope_scaling={"rope_type": "longrope", "short_factor": [1.0] * half, "long_factor": [8.0] * half},
+    )  # fmt: skip
+    return Path(tiny_models.save(config, tmp_path_factory.mktemp("longrope") / "model"))
+
+
+def engine_fingerprint(model: Path, **options: Any) -> str:
+    """Of an engine that is started with these arguments."""
+    given = {"tokenizer": str(DEMO_MODEL), "max_model_len": 160, **options}
+    return fingerprint(EngineArgs(str(model), kv_cache_dtype="tq4", **given).create_engine_config(), FORMATS["tq4"])
+
+
+OTHER_ROPE = {"rope_type": "longrope", "short_factor": [2.0] * 32, "long_factor": [8.0] * 32, "rope_theta": 10000.0}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"max_model_len": 256},
+        {"hf_overrides": {"rope_parameters": OTHER_ROPE}},
+        {"hf_overrides": {"sliding_window": 64}},
+        {"hf_overrides": {"rms_norm_eps": 1e-3}},
+        {"hf_overrides": {"final_logit_softcapping": 30.0}},
+        {"hf_overrides": lambda config: config.update({"embedding_multiplier": 2.0}) or config},
+        {"dtype": "float16"},
+        {"quantization": "fp8"},
+        {"model_impl": "transformers"},
+        {"load_format": "dummy"},
+    ],
+    ids=lambda options: "-".join(map(str, options)),
+)
+def test_fingerprint_of_numbers(options: dict[str, Any], longrope: Path) -> None:
+    """Each way to change a model's numbers without its weights changes the fingerprint."""
+    assert engine_fingerprint(longrope, **options) != engine_fingerprint(longrope)
+
+
+def test_fingerprint_of_equal_models(longrope: Path, tmp_path: Path) -> None:
+    """Wherever they lie, and whatever else differs: with one length of RoPE, and values that are the config's own."""
+    plain = engine_fingerprint(longrope)
+    copied = Path(shutil.copytree(longrope, tmp_path / "copied"))
+    assert engine_fingerprint(copied, max_model_len=192, trust_remote_code=True, load_format="safetensors") == plain
+    own = {"rms_norm_eps": json.loads((copied / "config.json").read_text())["rms_norm_eps"]}
+    assert engine_fingerprint(longrope, hf_overrides=own, hf_config_path=str(copied)) == plain
+    other = copied / "config.json"
+    other.write_text(other.read_text().replace("8.0", "4.0"))
+    assert engine_fingerprint(longrope, hf_config_path=str(copied)) != plain
+
+
+def test_two_functions_of_one_name_are_two_overrides(longrope: Path) -> None:
+    """`hf_overrides` may be a function, of which a name tells nothing."""
+    found = {
+        engine_fingerprint(
+            longrope, hf_overrides=lambda config, eps=eps: config.update({"rms_norm_eps": eps}) or config
+        )
+        for eps in (1e-2, 1e-3)
+    }
+    assert len(found) == 2
+
+
+def test_fingerprint_stays_when_a_model_is_loaded(longrope: Path) -> None:
+    """Classes of models change their config, vLLM shortens the length; a worker has a copy of both."""
+    config = EngineArgs(str(longrope), tokenizer=str(DEMO_MODEL), max_model_len=256).create_engine_config()
+    before = fingerprint(config, FORMATS["tq4"])
+    keep_numbers(config)
+    config.model_config.hf_config.rms_norm_eps = 1.0
+    config.model_config.max_model_len = 128
+    assert fingerprint(deepcopy(config), FORMATS["tq4"]) == fingerprint(config, FORMATS["tq4"]) == before
+
+
+@pytest.mark.parametrize(("given", "length", "tuned"), [(None, 40_000, True), (None, 128, False), (True, 128, True)])
+def test_fingerprint_of_tuned_queries(given: bool | None, length: int, tuned: bool) -> None:
+    """vLLM's Llama 4 decides by its length, or by a generation config."""
+    config = settings(Path("none"), "tq4")
+    model = config.model_config
+    model.architecture, model.max_model_len = "Llama4ForConditionalGeneration", length
+    model.try_get_generation_config = dict
+    model.override_generation_config = {} if given is None else {"attn_temperature_tuning": given}
+    assert model_numbers(config)["length"] == {"tuning": tuned}
+
+
+TEXTS_ALONE = {*TOKENIZER_OPTIONS, "skip_tokenizer_init"}
+NUMBERS_OTHERWISE = {"model", "model_weights", "dtype", "seed", "max_model_len", "hf_config", "generation_config",
+                     "override_generation_config", "multimodal_config"}  # fmt: skip
+"""Fields that `model_identity` has otherwise."""
+NO_NUMBERS = {
+    "runner", "convert", "hf_text_config", "is_submodel_config", "word_embeddings_untied_by_checkpoint",
+    "allowed_local_media_path", "allowed_media_domains", "spec_target_max_model_len", "allow_deprecated_quantization",
+    "enforce_eager", "return_sampling_mask", "max_logprobs", "logprobs_mode", "use_fp64_gumbel", "enable_trace_replay",
+    "disable_cascade_attn", "enable_prompt_embeds", "served_model_name", "hf_token", "enable_sleep_mode",
+    "sleep_preserve_parameter_names", "sleep_mode_backend", "sleep_mode_offload_cudagraph",
+    "enable_nccl_comm_suspend", "enable_cumem_allocator", "logits_processors", "io_processor_plugin",
+    "renderer_num_workers", "pooler_config", "language_model_only", "limit_per_prompt", "enable_mm_embeds",
+    "mm_device_do_normalize", "mm_processor_cache_gb", "mm_processor_cache_type", "mm_hasher_algorithm",
+    "mm_shm_cache_max_object_size_mb", "mm_encoder_only", "mm_encoder_tp_mode", "mm_encoder_attn_backend",
+    "mm_encoder_fp8_scale_save_path", "mm_encoder_fp8_scale_save_margin", "interleave_mm_strings",
+    "skip_mm_profiling", "mm_tensor_ipc", "allow_missing_mm_embeddings", "mm_ipc_gpu_memory_gb",
+}  # fmt: skip
+"""Fields of vLLM's configs that change no key and no value of a model: where it runs, how fast, what is sampled."""
+
+
+def test_each_option_of_a_model_is_judged() -> None:
+    """A field that a vLLM has and nobody has thought of here."""
+    fields_of = {field.name for config in (ModelConfig, MultiModalConfig) for field in fields(config)}
+    assert not fields_of - {*MODEL_OPTIONS} - TEXTS_ALONE - NUMBERS_OTHERWISE - NO_NUMBERS
+    assert not {*MODEL_OPTIONS} & (TEXTS_ALONE | NUMBERS_OTHERWISE | NO_NUMBERS)
 
 
 def test_what_vllm_asks(tmp_path: Path) -> None:

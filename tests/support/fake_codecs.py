@@ -7,12 +7,13 @@ dtype and puts its codec in the place of `PagedCodec`.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import pytest
 import torch
 from packed_kv.attention import impl
 from packed_kv.attention.latent import impl as latent_impl
-from packed_kv.attention.latent import sparse_impl
+from packed_kv.attention.sparse import impl as sparse_impl
 from packed_kv.channel_calibration import ChannelCalibration
 from packed_kv.codecs.latent import LatentCodec
 from packed_kv.codecs.latent_rows import LatentRowCodec
@@ -81,6 +82,7 @@ class NullCodec:
 
     def __init__(self, fmt: Format, head_dim: int, *_unused: object) -> None:
         self.dtype, self.slot_bytes = NULL_DTYPES[fmt.name], fmt.slot_bytes(head_dim)
+        self.key = SimpleNamespace(head_dim=head_dim)
 
     def write(self, cache, slots, key, value, positions=None):
         stored = slots >= 0

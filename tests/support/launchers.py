@@ -11,7 +11,7 @@ from packed_kv.codecs.latent_rows import LatentRowCodec
 from packed_kv.codecs.pages import PagedCodec
 from packed_kv.codecs.ring import Ring
 from packed_kv.kernels import power_of_2
-from packed_kv.kernels.triton.decode import DecodeLaunch, DecodeShape
+from packed_kv.kernels.triton.decode import MAX_REGISTERS, DecodeLaunch, DecodeShape
 from packed_kv.kernels.triton.gather import GatherLaunch, UnrotateLaunch
 from packed_kv.kernels.triton.latent_decode import DecodeLatentsLaunch, MergeLatentsLaunch, latent_shape
 from packed_kv.kernels.triton.latent_gather import GatherLatentsLaunch
@@ -86,7 +86,7 @@ def decode(
     tiles_a_block: int = 0,
     sliding_window: int | None = None,
     logits_soft_cap: float | None = None,
-    max_registers: int | None = None,
+    max_registers: int = MAX_REGISTERS,
     ring: Ring | None = None,
 ) -> None:
     """Attend over `cache` for requests of at most `max_query_len` query tokens: the split-KV parts, not merged.

@@ -10,7 +10,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from packed_kv.attention.latent.sparse_metadata import prompt_parts
+from packed_kv.attention.factory import sparse_on_cuda
+from packed_kv.attention.layouts import SparseLayout
+from packed_kv.attention.sparse.layer import SparseKernels
+from packed_kv.attention.sparse.metadata import prompt_parts
 from packed_kv.attention.step import StepCache
 from packed_kv.channel_calibration import ChannelCalibration
 from packed_kv.codecs.latent_rows import LatentRowCodec
@@ -76,7 +79,7 @@ class Batch:
         self.metadata: Any = SimpleNamespace(
             num_decodes=len(DECODES), num_decode_tokens=sum(count for _, count in DECODES),
             block_table=table.to(DEVICE), req_id_per_token=of_request.to(DEVICE), steps=StepCache(),
-            query_start_loc=common.query_start_loc, seq_lens=common.seq_lens,
+            query_start_loc=common.query_start_loc, seq_lens=common.seq_lens, max_query_len=60,
         )  # fmt: skip
         self.metadata.prompts = prompt_parts(self.metadata, common, most_rows)
         self.starts, self.seq_lens, self.table = starts.tolist(), seq_lens.tolist(), table
@@ -117,15 +120,12 @@ class Batch:
 def cuda_kernels(
     codec: LatentRowCodec, heads: int, constant: torch.Tensor | None, most_rows: int, *, reads_rows: bool,
     sinks: torch.Tensor | None = None,
-) -> Any:  # fmt: skip
-    """`CudaPicks` of a layer for `Batch`; with `reads_rows` the CUDA kernel serves decodes."""
-    from packed_kv.attention.latent.hopper_picks import HopperPicks
-    from packed_kv.attention.latent.picks import PickLayout
-    from packed_kv.attention.latent.picks_on_cuda import CudaPicks
+) -> SparseKernels:  # fmt: skip
+    """Kernels of a layer for `Batch`; with `reads_rows` the CUDA kernel serves decodes."""
+    from packed_kv.attention.sparse.hopper import HopperSparse
 
-    layer = PickLayout(codec, heads, SCALE, constant, PICKS, sinks)
-    row_kernel = HopperPicks(layer, 8) if reads_rows else None
-    return CudaPicks(layer, max(most_rows, 4 * PICKS), 144, row_kernel)
+    layer = SparseLayout(codec, heads, SCALE, constant, PICKS, sinks)
+    return sparse_on_cuda(layer, HopperSparse(layer, 8) if reads_rows else None, max(most_rows, 4 * PICKS), 144)
 
 
 def sinks_of(heads: int) -> torch.Tensor:

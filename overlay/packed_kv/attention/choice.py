@@ -1,10 +1,13 @@
-"""Choice between the decode kernel of CUDA and Triton's, for a layer of pairs or of latents."""
+"""The start-up line of the decode kernel of a layer of pairs or of latents on CUDA, and the limits of its steps."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
 from vllm.logger import init_logger
+
+from ..kernels.served import ANY, CUDA, Engine, Latents, Pairs, Served, who_serves
 
 logger = init_logger("vllm.packed_kv")
 
@@ -18,27 +21,22 @@ class Limits(NamedTuple):
     max_tokens: int = 0
 
 
-def takes_cuda(
-    option: str, refused: str | None, heads: str, longest_decode: int, longest: int | None = None, *,
-    otherwise: str = "Triton",
-) -> bool:  # fmt: skip
-    """Return whether the CUDA kernel serves a layer, else `otherwise` does; and log it, with the reason.
+def find_kernel(
+    device: torch.device, option: str, limits: Limits, layer: Pairs | Latents, heads: str, otherwise: str = "Triton"
+) -> Served:
+    """Return what serves a layer on a GPU, and log it, with the reason.
 
     Args:
-        option: "triton", or "auto": the CUDA kernel where it serves.
-        refused: what of the layer the CUDA kernel does not serve, or None.
+        device: the GPU.
+        option: `decode_kernel`.
+        limits: of the layer's steps.
+        layer: what is asked of the kernel.
         heads: the layer's, in words.
-        longest_decode: query tokens of a request, drafts included.
-        longest: the most that the CUDA kernel serves of such heads; None: any number.
         otherwise: what serves the layer if the CUDA kernel does not, in words.
     """
-    reason = f"does not support {refused}" if refused else None
-    if option == "triton":
-        reason = "is disabled by decode_kernel=triton"
-    tokens = "1 query token" if longest_decode == 1 else f"{longest_decode} query tokens"
-    most = "" if longest is None else f", at most {longest}"
-    served = f"CUDA ({heads}, {tokens} per request{most})"
-    logger.info_once(
-        "decode kernel: %s", served if reason is None else f"{otherwise} (the CUDA kernel {reason})", scope="local"
-    )
-    return reason is None
+    served = who_serves(Engine("cuda", torch.cuda.get_device_capability(device), option, False, *limits), layer)
+    tokens = "1 query token" if limits.longest_decode == 1 else f"{limits.longest_decode} query tokens"
+    most = "" if served.longest == ANY else f", at most {served.longest}"
+    said = f"CUDA ({heads}, {tokens} per request{most})" if served.kernel == CUDA else f"{otherwise} ({served.reason})"
+    logger.info_once("decode kernel: %s", said, scope="local")
+    return served

@@ -9,30 +9,31 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 from vllm.logger import init_logger
 
 from ..formats import Format
 from ..kernels.ahead import Ahead, wait_for
-from ..kernels.cpu import decode, gather, store, tables
+from ..kernels.cpu import decode, gather, store
 from ..kernels.cpu.build import load_library
 from ..kernels.cpu.compiler import BuildError
 from ..kernels.cpu.constants import constants_header
+from ..kernels.cpu.jobs import Largest
 from ..kernels.kernel_layout import kernel_layout
+from ..kernels.served import CPP, Engine, Pairs, cpp_lacks, longest_of, who_serves
 from ..layout import page_layout
 from ..reference.attention import AttentionOptions
-from .context_shard import UNSHARDED, ContextShard
 from .cpu_prefill import CpuPrefill
 from .cpu_prefill import refusal as prefill_refusal
 from .protocols import DecodeBatch, DecodeKernel, StoreKernel
-from .routes import longest_fused
 from .store import DirectStore, reference_pair_store
 
 if TYPE_CHECKING:
     from ..codecs.pages import PagedCodec
     from ..codecs.ring import Ring
+    from .layouts import EngineLimits, PairLayout
 
 logger = init_logger("vllm.packed_kv")
 
@@ -47,16 +48,20 @@ class CpuPairs(DecodeKernel[DecodeBatch, None]):
         codec: of the layer, on the CPU.
         query_heads, kv_heads: of this rank.
         options: see `AttentionOptions`.
+        largest: step, whose workspace is taken.
 
     Raises:
         BuildError: no compiler, or one that fails.
     """
 
-    kind, bound = "cpu", None
+    language, kind, bound = "C++", "cpu", None
 
-    def __init__(self, codec: PagedCodec, query_heads: int, kv_heads: int, options: AttentionOptions) -> None:
+    def __init__(
+        self, codec: PagedCodec, query_heads: int, kv_heads: int, options: AttentionOptions, largest: Largest
+    ) -> None:
         self.decode = decode.CpuDecode(codec, query_heads, kv_heads, options)
-        self.longest = longest_fused(query_heads // kv_heads, by_cuda=False)
+        self.decode.reserve(largest)
+        self.longest = longest_of(CPP, Pairs(codec.key.fmt, codec.key.head_dim, query_heads // kv_heads))
 
     def attend(
         self, step: DecodeBatch, cache: torch.Tensor, queries: tuple[torch.Tensor, ...], ring: Ring | None = None,
@@ -66,41 +71,25 @@ class CpuPairs(DecodeKernel[DecodeBatch, None]):
         self.decode.bind(queries[0], cache, step.block_table, step.query_start, step.seq_lens, output, ring)()
 
 
-class Sizes(NamedTuple):
-    """An engine's limits, the most tokens of a request and of a batch; the model's dtype; the engine's own number."""
-
-    max_tokens: int
-    dtype: torch.dtype
-    engine: int
-
-
 def find_kernels(
-    fmt: Format, head_dim: int, codec: PagedCodec, query_heads: int, kv_heads: int, options: AttentionOptions,
-    sizes: Sizes, shard: ContextShard = UNSHARDED,
-) -> tuple[StoreKernel, CpuPairs | None, CpuPrefill | None]:  # fmt: skip
-    """Return the kernels of a layer that store, decode and prefill: in PyTorch, or None, where those in C++ do not
-    serve it, which the log says.
-
-    Args:
-        fmt, head_dim: K's.
-        codec, query_heads, kv_heads, options: of the layer.
-        sizes: see `Sizes`.
-        shard: what is in this rank's pages. Where there are several ranks, all runs in PyTorch.
-    """
-    attends = sizes.dtype != torch.float32
-    in_pytorch = reference_pair_store(codec), None, None
-    if shard != UNSHARDED:
-        return in_pytorch
-    if refused := tables.refusal(fmt, head_dim):
-        warn_of_pytorch(fmt.name, f"the kernels do not serve {refused}")
+    fmt: Format, layer: PairLayout, engine: EngineLimits
+) -> tuple[StoreKernel, CpuPairs | None, CpuPrefill | None]:
+    """Return the kernels of a layer of this format that store, decode and prefill: in PyTorch, or None, where those in
+    C++ do not serve it, which the log says. Where there are several ranks, all runs in PyTorch."""
+    attends = engine.dtype != torch.float32
+    in_pytorch = reference_pair_store(layer.codec), None, None
+    head_dim, group = layer.codec.key.head_dim, layer.query_heads // layer.kv_heads
+    served = who_serves(Engine("cpu", ranks=layer.shard.ranks), Pairs(fmt, head_dim, group))
+    if served.kernel != CPP:
+        warn_of_pytorch(fmt.name, served.reason)
         return in_pytorch
     wait_for_libraries(fmt, head_dim, attends=attends)
-    layer = (codec, query_heads, kv_heads, options)
+    sizes = layer.codec, layer.query_heads, layer.kv_heads, layer.options
     try:
-        library = DirectStore(store.CpuStore(codec))
+        library = DirectStore(store.CpuStore(layer.codec))
         if not attends:
             return library, None, None
-        pairs = CpuPairs(*layer)
+        pairs = CpuPairs(*sizes, engine.largest)
         if refused := prefill_refusal(head_dim):
             logger.warning_once(
                 "%s: vLLM's attention op does not support %s; prefill runs in PyTorch, many times slower",
@@ -109,7 +98,8 @@ def find_kernels(
                 scope="local",
             )
             return library, pairs, None
-        return library, pairs, CpuPrefill(*layer, *sizes)
+        most = max(engine.request_tokens, engine.batch_tokens)
+        return library, pairs, CpuPrefill(*sizes, most, engine.dtype, engine.number)
     except BuildError as error:
         warn_of_pytorch(fmt.name, str(error))
         return in_pytorch
@@ -117,7 +107,7 @@ def find_kernels(
 
 def compile_ahead(fmt: Format, head_dim: int, *, attends: bool) -> None:
     """Begin to compile what a layer's routes need, in other threads, while vLLM loads the model."""
-    if tables.refusal(fmt, head_dim) is not None:
+    if cpp_lacks(Pairs(fmt, head_dim, group=1)):
         return
     with Ahead() as ahead:
         for name, load in _libraries(fmt, head_dim, attends=attends).items():

@@ -78,7 +78,7 @@ _scratch: weakref.WeakValueDictionary[tuple[object, ...], Scratch] = weakref.Wea
 """Scratch caches of the engines in this process, as long as a layer has them."""
 
 
-class CpuPrefill(PrefillKernel):
+class CpuPrefill(PrefillKernel["Batch"]):
     """Prefill attention of one layer.
 
     Args:

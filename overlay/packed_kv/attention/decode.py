@@ -13,43 +13,28 @@ from typing import Any, NamedTuple
 import torch
 from vllm.v1.worker.workspace import current_workspace_manager
 
-from ..codecs.pages import PagedCodec
 from ..codecs.ring import Ring
+from ..gpu_generations import generation_of
+from ..kernels.cuda import grids
 from ..kernels.cuda import launch as cuda
-from ..kernels.cuda import longest_query, refusal
-from ..kernels.triton.decode import MAX_REGISTERS, TILE_TOKENS, DecodeLaunch, DecodeShape
+from ..kernels.served import CUDA, TRITON, longest_of
+from ..kernels.triton.decode import TILE_TOKENS, DecodeLaunch, DecodeShape, most_registers
 from ..kernels.triton.launch import Launches, StepLaunch
 from ..kernels.triton.means import Means
 from ..kernels.triton.merge import MergeLaunch, merge_tile
 from ..kernels.triton.rotate import QueryRotation, RotateQueryLaunch, RotateStep, rotation_matrix
-from ..reference.attention import AttentionOptions
-from .choice import Limits, takes_cuda
-from .context_shard import UNSHARDED, ContextShard
+from .choice import find_kernel
+from .context_shard import UNSHARDED
 from .fused_prefix import FusedPrefix, PrefixStep
+from .layouts import PairLayout
 from .passes import OverPrefixes
 from .protocols import DecodeBatch, DecodeKernel, PrefixBatch
-from .routes import longest_fused
 
 
-@dataclass(frozen=True)
-class PairLayout:
-    """Shape of a layer of pairs, and options of its decode attention.
-
-    `codec`: on a CUDA device. `query_heads`, `kv_heads`: of this rank; of all ranks that split the tokens, where there
-    are several. `shard`: what is in this rank's pages. Where there are several ranks, a step has lse to fill.
-    """
-
-    codec: PagedCodec
-    query_heads: int
-    kv_heads: int
-    options: AttentionOptions
-    limits: Limits
-    shard: ContextShard = UNSHARDED
-
-    def rotation(self) -> QueryRotation:
-        """Return how the layer's queries are rotated, scaled and corrected for the means of keys."""
-        means = Means.of(self.codec.key.transform, has_first=self.shard.has_first)
-        return QueryRotation(rotation_matrix(self.codec.key, self.kv_heads), self.options.scale, means)
+def rotation_of(layer: PairLayout) -> QueryRotation:
+    """Return how a layer's queries are rotated, scaled and corrected for the means of keys."""
+    means = Means.of(layer.codec.key.transform, has_first=layer.shard.has_first)
+    return QueryRotation(rotation_matrix(layer.codec.key, layer.kv_heads), layer.options.scale, means)
 
 
 class PairKind(NamedTuple):
@@ -96,7 +81,7 @@ class HopperPairStep(PairStep):
     """Grid and arguments of the CUDA kernel's launch over decodes, None if there are none; and the step of its passes
     over prefixes, None likewise. `tensors` keeps alive those whose addresses are arguments."""
 
-    grid: cuda.Grid | None
+    grid: grids.Grid | None
     max_query_len: int
     requests: int
     arguments: bytes
@@ -117,10 +102,12 @@ class Splits:
         assert means is None or means.block_tokens % tile_tokens == 0, (means.block_tokens, layer.shard)
         properties = torch.cuda.get_device_properties(layer.codec.key.device)
         self.sm_count = properties.multi_processor_count
+        self.generation = generation_of((properties.major, properties.minor))
         self.shape = DecodeShape(
             layer.kv_heads, layer.query_heads // layer.kv_heads, layer.codec.key.stored_dim,
             layer.options.sliding_window, layer.options.logits_soft_cap, 0 if means is None else means.blocks,
-            0 if means is None else means.block_tokens // tile_tokens, MAX_REGISTERS if properties.major == 9 else None,
+            0 if means is None else means.block_tokens // tile_tokens,
+            most_registers(layer.codec.layout, self.generation, has_bias=means is not None),
         )  # fmt: skip
         self.has_lse = layer.shard.ranks > 1
         self.from_rotated = rotation_matrix(layer.codec.value, layer.kv_heads, inverse=True)
@@ -147,7 +134,7 @@ class Splits:
 
     def count(self, requests: int, query_len: int) -> int:
         """Return the splits of each request of the Triton kernel."""
-        return self.shape.splits(requests, query_len, self.sm_count)
+        return self.shape.splits(requests, query_len, self.sm_count, self.generation)
 
     def reserve(self) -> None:
         """Size the workspace for any number of these splits."""
@@ -206,8 +193,10 @@ class Splits:
 class TritonPairs(DecodeKernel[TritonPairStep, None]):
     """The Triton kernel over the pages of one layer of pairs."""
 
+    language = "Triton"
+
     def __init__(self, layer: PairLayout, rotation: QueryRotation) -> None:
-        self.layer, self.longest = layer, longest_fused(layer.query_heads // layer.kv_heads, by_cuda=False)
+        self.layer, self.longest = layer, longest_of(TRITON, layer.asked())
         self.splits = Splits(layer, rotation, self.longest)
         self.shape, self.kind = self.splits.shape, self.splits.kind(by_cuda=False)
         self.bound: Launches = Launches()
@@ -253,17 +242,19 @@ class TritonPairs(DecodeKernel[TritonPairStep, None]):
 class HopperPairs(DecodeKernel[HopperPairStep, None]):
     """The CUDA kernel over the pages of one layer of pairs."""
 
+    language = "CUDA"
+
     def __init__(self, layer: PairLayout, rotation: QueryRotation) -> None:
         limits, group = layer.limits, layer.query_heads // layer.kv_heads
-        self.layer, self.longest = layer, longest_fused(group, by_cuda=True)
+        self.layer, self.longest = layer, longest_of(CUDA, layer.asked())
         self.splits = Splits(layer, rotation, self.longest)
         self.shape, self.kind = self.splits.shape, self.splits.kind(by_cuda=True)
         self.bound: Launches = Launches()
-        self.card = cuda.card_of(layer.codec.layout, layer.kv_heads, self.splits.sm_count)
-        columns, device = cuda.columns_of_steps(group, limits.longest_decode), self.splits.from_rotated.device
+        self.card = grids.card_of(layer.codec.layout, layer.kv_heads, self.splits.sm_count)
+        columns, device = grids.columns_of_steps(group, limits.longest_decode), self.splits.from_rotated.device
         self.matrix = cuda.pack_matrix(self.splits.from_rotated)
-        self.counters = cuda.make_counters(limits.max_requests, self.card, columns, device)
-        self.schedulers = cuda.make_schedulers(limits.max_requests, self.card, columns, device)
+        self.counters = grids.make_counters(limits.max_requests, self.card, columns, device)
+        self.schedulers = grids.make_schedulers(limits.max_requests, self.card, columns, device)
         self.prefix: FusedPrefix | None = None
         if limits.max_tokens and layer.shard == UNSHARDED:
             self.prefix = FusedPrefix(layer.codec.layout, self.shape, self.card, self.matrix, limits)
@@ -292,8 +283,8 @@ class HopperPairs(DecodeKernel[HopperPairStep, None]):
         grid = self.grid(requests, query_len) if requests else None
         partial_shape = 0, self.layer.kv_heads, 1
         if grid is not None and grid.is_final:
-            columns, passes = self._columns(query_len), cuda.pass_count(self.shape.group, query_len)
-            kind = cuda.kind_of(requests * passes, self.card, columns)
+            columns, passes = self._columns(query_len), grids.pass_count(self.shape.group, query_len)
+            kind = grids.kind_of(requests * passes, self.card, columns)
             schedule = self.schedulers[kind](batch.seq_lens, passes)
             partial_shape = grid.blocks, self.layer.kv_heads, columns
         elif grid is not None:
@@ -363,23 +354,17 @@ class HopperPairs(DecodeKernel[HopperPairStep, None]):
 
         return self.splits.batches_to_compile(variant)
 
-    def grid(self, requests: int, query_len: int) -> cuda.Grid:
+    def grid(self, requests: int, query_len: int) -> grids.Grid:
         """Return the kernel's grid."""
-        passes = cuda.pass_count(self.shape.group, query_len)
-        return cuda.grid(requests * passes, self.card, self._columns(query_len))
+        passes = grids.pass_count(self.shape.group, query_len)
+        return grids.grid(requests * passes, self.card, self._columns(query_len))
 
     def _columns(self, query_len: int) -> int:
-        return cuda.column_count(self.shape.group, query_len)
+        return grids.column_count(self.shape.group, query_len)
 
 
 def pair_kernel(layer: PairLayout, rotation: QueryRotation, option: str) -> TritonPairs | HopperPairs:
     """Choose the decode kernel of a layer. `option`: "triton", or "auto": the CUDA kernel where it serves."""
-    codec, options, longest = layer.codec, layer.options, layer.limits.longest_decode
-    properties, group = torch.cuda.get_device_properties(codec.key.device), layer.query_heads // layer.kv_heads
-    refused = refusal(
-        (properties.major, properties.minor), codec.key.head_dim, group, longest, options.sliding_window,
-        options.logits_soft_cap, has_sinks=options.sinks is not None, value_dim=codec.value.head_dim,
-        group_bits=codec.layout.vector.group_bits, requests=layer.limits.max_requests,
-    )  # fmt: skip
-    by_cuda = takes_cuda(option, refused, f"GQA group {group}", longest, longest_query(group))
-    return (HopperPairs if by_cuda else TritonPairs)(layer, rotation)
+    asked = layer.asked()
+    served = find_kernel(layer.codec.key.device, option, layer.limits, asked, f"GQA group {asked.group}")
+    return (HopperPairs if served.kernel == CUDA else TritonPairs)(layer, rotation)

@@ -8,8 +8,7 @@ from typing import Any
 import torch
 
 from ..codecs.ring import Ring
-from ..kernels.cuda import COLUMNS, pass_tokens
-from ..kernels.cuda import launch as cuda
+from ..kernels.cuda import COLUMNS, grids, pass_tokens
 from ..kernels.cuda import prefix_launch as cuda_prefix
 from ..kernels.triton.decode import DecodeShape
 from ..kernels.triton.launch import Launches
@@ -46,7 +45,7 @@ class FusedPrefix:
     """
 
     def __init__(
-        self, page: PageLayout, shape: DecodeShape, card: cuda.Card, matrix: torch.Tensor, limits: Limits
+        self, page: PageLayout, shape: DecodeShape, card: grids.Card, matrix: torch.Tensor, limits: Limits
     ) -> None:
         self.page, self.shape, self.card, self.matrix = page, shape, card, matrix
         self.limits = pass_limits(page, shape, limits)
@@ -115,5 +114,5 @@ def pass_limits(page: PageLayout, shape: DecodeShape, limits: Limits) -> PassLim
     row_bytes = shape.kv_heads * shape.group * max(2 * shape.head_dim, bias_bytes)
     rows = min(limits.max_tokens, ROW_BYTES // row_bytes)
     total = min(rows // tokens + limits.max_requests, max(1, PAIRS // shape.kv_heads))
-    pays = cuda_prefix.PAYS[cuda.has_unpackers(page)]
+    pays = cuda_prefix.PAYS[grids.has_unpackers(page)]
     return PassLimits(pays.passes, total, tokens, rows, -(-pays.channels // (shape.kv_heads * shape.head_dim)))

@@ -6,7 +6,7 @@ prefill kernel (`prefill.py`; `cpu_prefill.py`); what these do not serve, in PyT
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from vllm.config import get_current_vllm_config, get_current_vllm_config_or_none
@@ -16,29 +16,27 @@ from vllm.v1.attention.backend import AttentionImpl, AttentionLayer, AttentionTy
 from ..channel_calibration import LayerCalibration
 from ..codecs.pages import PagedCodec
 from ..formats import FORMATS
+from ..kernels.served import Pairs
 from ..reference.attention import AttentionOptions
 from ..refusals.facts import Attention, Cache, Drafts, Facts, Layer, Pages, Parallel
 from ..refusals.table import refuse
 from ..settings.calibration import find_calibration
 from ..settings.facts import auto_cache, is_draft
 from ..settings.longest import longest_sequence
-from ..settings.options import read_options
 from ..window.layer import SUFFIX, WindowLayer, add_window_layer, window_tokens_of_model
 from ..window.step import WindowStep
 from .context_parallel import ContextParallelAttention
 from .context_shard import UNSHARDED, shard_of
-from .layer import PairAttention, PairKernels
-from .metadata import Batch, PackedMetadata, longest_decode
-from .protocols import DecodeKernel, PrefillKernel, StoreKernel
-from .store import PairStore
+from .factory import pair_kernels
+from .layer import PairAttention
+from .layouts import EngineLimits, PairLayout
+from .metadata import Batch, PackedMetadata
 from .warmup import PairWarmup, block_size_of
 
 if TYPE_CHECKING:
     from .prefill import FlashAttention
 
 logger = init_logger("vllm.packed_kv")
-
-DeviceKernels = tuple[StoreKernel, DecodeKernel[Any, None] | None, PrefillKernel | None]
 
 
 class PackedAttentionImpl(AttentionImpl[PackedMetadata]):
@@ -97,19 +95,14 @@ class PackedAttentionImpl(AttentionImpl[PackedMetadata]):
         self.device = torch.get_default_device()
         config = get_current_vllm_config()
         self.dtype = config.model_config.dtype
-        self.longest_decode = longest_decode(config)
-        self.config = config
+        self.window_tokens = window_tokens_of_model(config)
+        self.config, self.engine = config, EngineLimits.of(config, self.device, has_ring=bool(self.window_tokens))
+        self.longest_decode, self.max_requests = self.engine.limits[:2]
         self.shard = shard_of(config)
         refuse(Facts(*facts.records, Parallel(dcp=self.shard.ranks)), kv_cache_dtype)
         self.group = self.num_heads * self.shard.ranks // self.num_kv_heads
         """Query heads a KV head that the decode kernel serves."""
-        self.window_tokens = window_tokens_of_model(config)
-        self.decode_kernel = read_options(config.additional_config).decode_kernel
         self.layers = config.compilation_config.static_forward_context
-        self.max_requests = config.scheduler_config.max_num_seqs
-        if config.model_config.attention_chunk_size:
-            self.max_requests *= 2  # vLLM makes two of a decode whose drafts begin a chunk
-        self.max_tokens = config.scheduler_config.max_num_batched_tokens
         self.flash_attention = self._find_flash_attention()
         if self.device.type == "cpu":
             from . import cpu
@@ -119,6 +112,14 @@ class PackedAttentionImpl(AttentionImpl[PackedMetadata]):
         self.calibration = find_calibration(config, FORMATS[kv_cache_dtype])
         self.attention: PairAttention | ContextParallelAttention | None = None
         """Attention of the layer's steps; None before `build`."""
+
+    def asked(self) -> Pairs:
+        """Return what a decode kernel is asked to serve."""
+        options = self.options
+        return Pairs(
+            FORMATS[self.kv_cache_dtype], self.head_size, self.group, self.head_size_v, options.sliding_window,
+            options.logits_soft_cap, options.sinks is not None,
+        )  # fmt: skip
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
         """Add the window layer."""
@@ -155,43 +156,11 @@ class PackedAttentionImpl(AttentionImpl[PackedMetadata]):
         sizes = self.num_kv_heads, self.head_size, self.head_size_v
         known = LayerCalibration() if self.calibration is None else self.calibration.channels(name, *sizes)
         head, positions = (self.head_size, known.key, known.value), longest_sequence(self.config)
-        codec = PagedCodec(FORMATS[self.kv_cache_dtype], *head, self.device, self.head_size_v, positions)
-        store, decode, prefill = self._kernels(codec)
-        writes = PairStore(store, None if decode is None else decode.kind)
-        layer = codec, self.num_heads, self.num_kv_heads, self.options, writes, decode, prefill
-        kernels = PairKernels(*layer, self.shard)
+        fmt, heads = FORMATS[self.kv_cache_dtype], (self.num_heads * self.shard.ranks, self.num_kv_heads)
+        codec = PagedCodec(fmt, *head, self.device, self.head_size_v, positions)
+        layer = PairLayout(codec, *heads, self.options, self.engine.limits, self.shard)
+        kernels = pair_kernels(fmt, layer, self.engine, self.flash_attention)
         self.attention = PairAttention(kernels) if self.shard == UNSHARDED else ContextParallelAttention(kernels)
-
-    def _kernels(self, codec: PagedCodec) -> DeviceKernels:
-        """Return the device's kernels that store, decode and prefill, where they serve the layer."""
-        if self.device.type == "cpu":
-            return self._cpu_kernels(codec)
-        from .choice import Limits  # these import Triton, which the CPU platform may lack
-        from .decode import PairLayout, pair_kernel
-        from .prefill import FlashPrefill
-        from .triton_store import TritonPairStore
-
-        heads, limits = (
-            self.num_heads * self.shard.ranks,
-            Limits(self.longest_decode, self.max_requests, self.max_tokens),
-        )
-        layer = codec, heads, self.num_kv_heads, self.options
-        layout = PairLayout(*layer, limits, self.shard)
-        rotation = layout.rotation()
-        store = TritonPairStore(codec, self.num_kv_heads, rotation)
-        decode = pair_kernel(layout, rotation, self.decode_kernel)
-        if self.flash_attention is None:
-            return store, decode, None
-        prefill = FlashPrefill(*layer, self.max_tokens, self.max_requests, self.flash_attention, self.shard)
-        return store, decode, prefill
-
-    def _cpu_kernels(self, codec: PagedCodec) -> DeviceKernels:
-        from . import cpu
-
-        model = self.config.model_config
-        size = cpu.Sizes(max(model.max_model_len, self.max_tokens), self.dtype, id(self.layers))
-        layer = (codec, self.num_heads, self.num_kv_heads, self.options)
-        return cpu.find_kernels(FORMATS[self.kv_cache_dtype], self.head_size, *layer, size, self.shard)
 
     def forward(
         self,

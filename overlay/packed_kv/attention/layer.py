@@ -36,7 +36,7 @@ class PairKernels:
     options: AttentionOptions
     store: PairStore
     decode: DecodeKernel[Any, None] | None
-    prefill: PrefillKernel | None
+    prefill: PrefillKernel[Batch] | None
     shard: ContextShard = UNSHARDED
 
     def count_decodes(self, metadata: PackedMetadata, dtype: torch.dtype) -> int:

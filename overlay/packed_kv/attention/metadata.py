@@ -21,12 +21,11 @@ from vllm.v1.kv_cache_interface import AttentionSpec
 
 from ..formats import FORMATS
 from ..kernels.ahead import wait_for_all
-from ..kernels.cuda import refusal
+from ..kernels.served import Engine, who_serves
 from ..refusals.facts import Attention, Facts
 from ..refusals.table import refuse
 from ..settings.options import read_options
 from .context_shard import UNSHARDED, ContextShard, shard_of
-from .routes import longest_fused
 from .step import StepCache, StepKey
 
 if TYPE_CHECKING:
@@ -205,38 +204,36 @@ def longest_decode(vllm_config: VllmConfig) -> int:
     return 1 + (2 if speculative.parallel_drafting else 1) * (speculative.num_speculative_tokens or 0)
 
 
-def most_decode_tokens(vllm_config: VllmConfig) -> int:
-    """Query tokens of a batch's decodes, drafts included."""
-    scheduler = vllm_config.scheduler_config
-    return min(scheduler.max_num_seqs * longest_decode(vllm_config), scheduler.max_num_batched_tokens)
-
-
-def device_and_kernel(vllm_config: VllmConfig) -> tuple[tuple[int, int] | None, str]:
-    """Return the GPU's compute capability and the option `decode_kernel`: what limits decodes; see `routes.py`."""
-    return current_platform.get_device_capability(), read_options(vllm_config.additional_config).decode_kernel
+def engine_of(vllm_config: VllmConfig) -> Engine:
+    """Return what decides which kernel serves the engine's decodes; its layers know their limits."""
+    found = current_platform.get_device_capability()
+    return Engine(
+        "cuda" if current_platform.is_cuda() else "cpu",
+        None if found is None else (found[0], found[1]),
+        read_options(vllm_config.additional_config).decode_kernel,
+        is_fp32=vllm_config.model_config.dtype == torch.float32,
+        longest_decode=longest_decode(vllm_config),
+        ranks=vllm_config.parallel_config.decode_context_parallel_size,
+    )
 
 
 def _fused_serves(vllm_config: VllmConfig, spec: AttentionSpec, query_len: int) -> bool:
     """Return whether the decode kernel serves all packed layers, `spec`'s among them, with so many query tokens."""
-    if not current_platform.is_cuda() or not isinstance(spec, AttentionSpec):
+    engine = engine_of(vllm_config)
+    if engine.platform != "cuda" or engine.is_fp32 or not isinstance(spec, AttentionSpec):
         return False
-    return vllm_config.model_config.dtype != torch.float32 and query_len <= _longest_fused(vllm_config)[0]
+    return query_len <= _longest_fused(vllm_config)[0]
 
 
 def _longest_fused(vllm_config: VllmConfig) -> tuple[int, int]:
-    """Return the most query tokens of a request that the decode kernel takes of all packed layers, and the GQA group of
-    the layer that takes no more. Sliding layers may have more heads than the model says (Step-3.5), and the CUDA
-    kernel does not serve them."""
-    capability, kernel = device_and_kernel(vllm_config)
+    """Return the most query tokens of a request that the decode kernel takes of all packed layers, in fp16 and bf16,
+    and the GQA group of the layer that takes no more. Sliding layers may have more heads than the model says
+    (Step-3.5), and the CUDA kernel does not serve them."""
+    engine = engine_of(vllm_config)._replace(is_fp32=False)
     limits = []
     for impl in _packed_layers(vllm_config):
-        options = impl.options
-        by_cuda = capability is not None and kernel != "triton" and None is refusal(
-            capability, impl.head_size, impl.group, impl.longest_decode, options.sliding_window,
-            options.logits_soft_cap, has_sinks=options.sinks is not None, value_dim=impl.head_size_v,
-            group_bits=FORMATS[impl.kv_cache_dtype].group_bits(impl.head_size), requests=impl.max_requests,
-        )  # fmt: skip
-        limits.append((longest_fused(impl.group, by_cuda=by_cuda), impl.group))
+        of_layer = engine._replace(longest_decode=impl.longest_decode, requests=impl.max_requests)
+        limits.append((who_serves(of_layer, impl.asked()).longest, impl.group))
     return min(limits)
 
 

@@ -97,7 +97,7 @@ class PrefillStep:
     padded: list[torch.Tensor]
 
 
-class FlashPrefill(PrefillKernel):
+class FlashPrefill(PrefillKernel["Batch"]):
     """Prefill attention of one layer.
 
     Args:

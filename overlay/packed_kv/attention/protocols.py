@@ -16,11 +16,11 @@ if TYPE_CHECKING:
     from ..codecs.ring import Ring
     from ..kernels.triton.launch import Launches
     from ..kernels.triton.rotate import RotateStep
-    from .metadata import Batch
     from .passes import OverPrefixes, PassLimits, PrefixPasses
 
 Step = TypeVar("Step")
 Result = TypeVar("Result", covariant=True)
+Prefilled = TypeVar("Prefilled", contravariant=True)
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class DecodeBatch:
     their number. `seq_lens`: int32 [requests], tokens in this rank's pages. `tokens`: query tokens of all requests.
     `max_query_len`: the most of one, known on the host. `positions`: int64 [tokens], or None over latents. `ring`: of
     these requests, of any of the layers that share the step; None: there is none. `lse`: with several ranks, over
-    pages of pairs, fp32 [tokens, query heads], contiguous, filled; else None.
+    pages of pairs, and with sinks, over picked latents, fp32 [tokens, query heads], contiguous, filled; else None.
     """
 
     block_table: torch.Tensor
@@ -123,8 +123,11 @@ class StoreKernel(LayerKernel, Protocol):
 
 class DecodeKernel(LayerKernel, Protocol[Step, Result]):
     """Attends to the decodes of a layer: of pairs `TritonPairs`, `HopperPairs`, `CpuPairs`; of latents `TritonLatents`,
-    `HopperLatents`, `CpuLatents`, `ReferenceLatents`. On CUDA, a step of pairs is a `RotatingStep`."""
+    `HopperLatents`, `CpuLatents`, `ReferenceLatents`; of picked latents `FlashDecodes`, `HopperSparse`,
+    `ReferenceDecodes`. On CUDA, a step of pairs is a `RotatingStep`."""
 
+    language: str
+    """The language of the kernel: "CUDA", "Triton", "C++" or "PyTorch"."""
     kind: Hashable
     """Kernels of equal kinds can share the step of a batch."""
     longest: int
@@ -149,14 +152,16 @@ class DecodeKernel(LayerKernel, Protocol[Step, Result]):
         Args:
             cache: see `StoreKernel.write`.
             queries: of pairs [tokens or more, query heads, head_dim], not looked at where the store has rotated them;
-                of latents [tokens, heads, rank], which meets stored latents, and [tokens, heads, rope_dim].
+                of latents [tokens, heads, rank], which meets stored latents, and [tokens, heads, rope_dim]; of picked
+                latents int32 [tokens, picks] besides, positions in requests; negative: none.
             ring: of the layer, the new tokens included; None: there is none.
-            output: of pairs, [tokens or more, query heads, value_dim]; the rows of these tokens are filled.
+            output: of pairs, [tokens or more, query heads, value_dim]; the rows of these tokens are filled. Of picked
+                latents, [tokens, heads, rank].
 
         Returns:
-            Of pairs None. Of latents, in memory that the next layer overwrites: [tokens, heads, rank] of the queries'
-            dtype, and None; of a rank's part in fp32, without the constant, and the natural lse of the scores, fp32
-            [tokens, heads], -inf where the part has no token.
+            Of pairs and picked latents None. Of latents, in memory that the next layer overwrites: [tokens, heads,
+            rank] of the queries' dtype, and None; of a rank's part in fp32, without the constant, and the natural lse
+            of the scores, fp32 [tokens, heads], -inf where the part has no token.
         """
         raise NotImplementedError
 
@@ -190,13 +195,14 @@ class PrefillKind(NamedTuple):
     in_passes: frozenset[int] = frozenset()
 
 
-class PrefillKernel(LayerKernel, Protocol):
-    """Attends to the requests of a layer that are no decodes: `FlashPrefill`, `CpuPrefill`."""
+class PrefillKernel(LayerKernel, Protocol[Prefilled]):
+    """Attends to the requests of a layer that are no decodes: in a `Batch` of pairs `FlashPrefill`, `CpuPrefill`; in a
+    `SparseBatch` `FlashPrompts`, `ReferencePrompts`."""
 
     def reserve(self, dtype: torch.dtype) -> None:
         """Size the workspace for any batch, where there is one. `dtype`: of queries."""
         return None
 
-    def attend(self, batch: Batch, first: int, ring: Ring | None = None) -> None:
+    def attend(self, batch: Prefilled, first: int, ring: Ring | None = None) -> None:
         """Fill `batch.output` for the requests from `first` on. `ring`: of these requests, before the batch's own
         tokens are in it; None: there is none."""

@@ -7,7 +7,7 @@ it had before, so their tokens follow behind their attention (`store_rest`).
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from ..window.step import WindowStep
     from .latent.metadata import LatentMetadata
     from .metadata import Batch
+    from .sparse.metadata import SparseLatentMetadata
 
 
 class PairStore:
@@ -64,25 +65,34 @@ class PairStore:
 
 
 class LatentStore:
-    """The writes of a layer of latents."""
+    """The writes of a layer of latents. Layers of one `kind`, that of their decode kernel, share the steps."""
 
-    def __init__(self, kernel: StoreKernel) -> None:
-        self.kernel = kernel
+    def __init__(self, kernel: StoreKernel, kind: Hashable) -> None:
+        self.kernel, self.kind = kernel, kind
 
     def store(
         self, cache: torch.Tensor, slots: torch.Tensor, latent: torch.Tensor, rope: torch.Tensor,
-        window: WindowStep | None, metadata: LatentMetadata | None,
+        window: WindowStep | None, metadata: LatentMetadata | SparseLatentMetadata | None,
     ) -> None:  # fmt: skip
         """Write tokens into their pages, and into their rings those of decodes, or all if all prompts are new.
 
         `cache`, `latent`, `rope`: see `StoreKernel.write`. `slots`: int64 [tokens]. `window`, `metadata`: of the batch,
-        or None.
+        or None; without metadata there are no other layers to share the step with.
         """
         ring = ring_slots = None
-        if window is not None and metadata is not None:
+        if window is not None:
+            metadata = cast("LatentMetadata", metadata)
             count = metadata.num_actual_tokens if metadata.has_new_prompts else metadata.num_decode_tokens
             ring, ring_slots = window.layer.kv_cache, window.metadata.slots[:count]
-        self.kernel.write(self.kernel.prepare(NewTokens(slots, ring_slots=ring_slots)), cache, latent, rope, ring)
+
+        def make() -> Any:
+            return self.kernel.prepare(NewTokens(slots, ring_slots=ring_slots))
+
+        # vLLM gives each layer its slots: of layers with the same metadata the same ones, but it does not say so.
+        kind = self.kind, slots.data_ptr(), len(slots)
+        key = StepKey("store", kind, window=window.metadata if window else None)
+        step = make() if metadata is None else metadata.steps.get(key, make)
+        self.kernel.write(step, cache, latent, rope, ring)
 
     def store_rest(
         self, cache: torch.Tensor, latent: torch.Tensor, rope: torch.Tensor, window: WindowStep | None,
@@ -93,7 +103,11 @@ class LatentStore:
         if window is None or metadata.has_new_prompts:
             return
         slots = window.metadata.slots[metadata.num_decode_tokens : metadata.num_actual_tokens]
-        step = self.kernel.prepare(NewTokens(slots, ring_slots=slots, only_ring=True))
+
+        def make() -> Any:
+            return self.kernel.prepare(NewTokens(slots, ring_slots=slots, only_ring=True))
+
+        step = metadata.steps.get(StepKey("ring", self.kind, window=window.metadata), make)
         self.kernel.write(step, cache, latent, rope, window.layer.kv_cache)
 
 

@@ -3,7 +3,7 @@ compiled ahead (`kernels/ahead.py`) and the workspace has its size. Threads go o
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 
@@ -13,10 +13,13 @@ from ..layout import MICRO_BLOCK
 from .context_parallel import ContextParallelAttention
 from .context_shard import UNSHARDED
 from .latent.in_pytorch import PrefixChunk, RecentContext
+from .latent.kernels import LatentKernels
 from .layer import PairAttention
 from .metadata import Batch, PackedMetadata
 from .passes import PrefixPass, prefix_passes
 from .protocols import DecodeBatch, LayerKernel, NewTokens, PrefixBatch
+from .sparse.layer import SparseKernels
+from .sparse.metadata import PromptPart, SparseDecodes
 from .step import StepKey
 
 if TYPE_CHECKING:
@@ -26,7 +29,7 @@ if TYPE_CHECKING:
     from .latent.decode import TritonLatents
     from .latent.prefix import TritonLatentPrefix
     from .prefill import FlashPrefill
-    from .store import LatentStore
+    from .sparse.flash import FlashPrompts, RowGather
 
 
 def block_size_of(config: VllmConfig) -> int:
@@ -186,20 +189,18 @@ class PairWarmup:
         return layer.ring_of_one_request(tokens, *sizes, self.query.device)
 
 
-def warm_up_latents(
-    kernels: tuple[LatentStore, Any, Any], block_size: int, query_dim: int, window_layer: WindowLayer | None
-) -> None:
+def warm_up_latents(kernels: LatentKernels, block_size: int, query_dim: int, window_layer: WindowLayer | None) -> None:
     """Note every launch of the steps of a layer of latents on CUDA.
 
     Args:
-        kernels: `LatentKernels` of the layer.
+        kernels: of the layer.
         block_size: tokens of a block of pages.
         query_dim: channels from one head of a step's queries to the next, without RoPE and with it.
         window_layer: of the layer, or None.
     """
-    store = kernels[0].kernel
-    decode = cast("TritonLatents", kernels[1])  # or `HopperLatents`
-    prefix = cast("TritonLatentPrefix", kernels[2])
+    store = kernels.store.kernel
+    decode = cast("TritonLatents", kernels.decode)  # or `HopperLatents`
+    prefix = cast("TritonLatentPrefix", kernels.prefix)
     layer, codec = decode.layer, decode.layer.codec
     device, channels, most = codec.device, codec.rank + codec.rope_dim, layer.limits.max_requests
 
@@ -236,3 +237,32 @@ def warm_up_latents(
         prefix.gather(cache, table[:1], chunk, rows, recent)
     release(store, decode)
     prefix.bound.clear()
+
+
+def warm_up_sparse(kernels: SparseKernels, block_size: int) -> None:
+    """Size the workspace, and note every launch of the steps of a layer of picked latents on CUDA. `block_size`: tokens
+    of a block of pages."""
+    layer, codec, device = kernels.layer, kernels.layer.codec, kernels.layer.codec.device
+    assert kernels.decode is not None and kernels.take is not None
+    gather, prompts = cast("RowGather", kernels.prefix), cast("FlashPrompts", kernels.prefill)
+    one = torch.zeros(1, dtype=torch.int32, device=device)
+    table, starts, picks = one[:, None], torch.cat((one, one)), one.repeat(1, layer.picks)
+    new = [torch.zeros(1, channels, dtype=torch.bfloat16, device=device) for channels in (codec.rank, codec.rope_dim)]
+    cache = torch.zeros(1, block_size, codec.slot_bytes, dtype=torch.uint8, device=device)
+    memory = kernels.take()
+    query = memory.query[:1, : layer.heads]
+    queries, output = (query[..., : codec.rank], query[..., codec.rank :]), memory.output[:1]
+    lse = None if kernels.sinks is None else memory.lse[:1]
+    results = memory.stored[:1], torch.zeros(1, memory.stored.shape[1], device=device)
+    store, decode = kernels.store.kernel, kernels.decode
+    with Ahead():
+        store.write(store.prepare(NewTokens(one.long())), cache, *new)
+        batch = SparseDecodes(table, starts, one, 1, 1, lse=lse, requests=one, memory=memory)
+        decode.attend(decode.prepare(batch), cache, (*queries, picks), output=output)
+        gather.gather_tokens(cache, table, one, one, memory.rows[:1])
+        of_prompt = prompts.split(memory, picks, PromptPart(0, 1, 1, one, one, one, one, one), slice(0, 1))
+        for stored in (None, results):
+            prompts.merge(output, stored, results, of_prompt, lse)
+        if kernels.sinks is not None:
+            kernels.sinks.share(output, memory.lse[:1], queries[0])
+    release(store, decode, prompts, gather, kernels.sinks)

@@ -22,17 +22,20 @@ from typing import Any
 from ..calibration_file import FILE_NAME, CalibrationError, why_no_file
 from ..calibration_file import load as load_calibration
 from ..formats import FORMATS
+from ..gpu_generations import LEAST_CAPABILITY
 from ..json_file import printable
 from ..kernels.cpu.compiler import BuildError, best_target, find_compiler
-from ..kernels.cuda import CAPABILITY, LATENT, LATENT_ROWS, latent_refusal, refusal
-from ..kernels.kernel_cache import cache_folder, why_not_kept
+from ..kernels.cuda import LATENT, LATENT_ROWS, runs_on
+from ..kernels.kernel_cache import NoHome, cache_folder, why_not_kept
+from ..kernels.served import CUDA, Engine, Latents, Pairs, who_serves
 from ..model.cache_scheme import said_of_cache
 from ..model.config_fields import BadInput, nested
 from ..model.rope import Parameters
 from ..model.shape import Model, expanded_size, parse
 from ..planning.config_file import load, model_name
 from ..planning.plan import layers
-from ..refusals.table import LEAST_CAPABILITY, refusals_of_model, untried
+from ..private_file import open_regular
+from ..refusals.table import refusals_of_model, untried
 from .arguments import EXIT_BAD_INPUT, GIB, LONGEST_LINE, Parser, installed_vllm
 
 LEAST_PYTHON = (3, 11)
@@ -83,7 +86,7 @@ def findings(options: argparse.Namespace) -> Iterator[Finding]:
     yield _python()
     model, folder, source = None, None, options.model
     if source is not None:
-        if Path(source).name == CONFIG and Path(source).expanduser().is_file():
+        if Path(source).name == CONFIG and Path(os.path.expanduser(source)).is_file():
             source = str(Path(source).parent)
         try:
             config, folder = load(source)
@@ -156,10 +159,15 @@ def _entry_point() -> Finding:
     names = {point.name for point in importlib.metadata.entry_points(group="vllm.general_plugins")}
     if "packed_kv" not in names:
         return Finding(False, "vLLM finds no plugin, as packed-kv is not installed here; run: pip install packed-kv")
-    allowed = os.environ.get("VLLM_PLUGINS")
-    if allowed is not None and "packed_kv" not in allowed.split(","):
-        return Finding(False, f"VLLM_PLUGINS={allowed} excludes the plugin; add packed_kv to it")
+    if _is_excluded():
+        return Finding(False, f"VLLM_PLUGINS={os.environ['VLLM_PLUGINS']} excludes the plugin; add packed_kv to it")
     return Finding(True, "plugin installed")
+
+
+def _is_excluded() -> bool:
+    """True if VLLM_PLUGINS is set and does not name the plugin, which vLLM then does not load."""
+    allowed = os.environ.get("VLLM_PLUGINS")
+    return allowed is not None and "packed_kv" not in allowed.split(",")
 
 
 def _probe(model: Model | None, folder: Path | None) -> dict[str, Any]:
@@ -184,7 +192,9 @@ def _engine(found: dict[str, Any], model: Model | None) -> Iterator[Finding]:
         yield Finding(False, found["failed"])
         return
     missing = [name for name in FORMATS if name not in found["registered"]]
-    if missing:
+    if missing and _is_excluded():
+        yield Finding(True, "dtypes not looked for, as the plugin is excluded")
+    elif missing:
         yield Finding(False, f"the plugin does not register {', '.join(missing)}; run: packed-kv patch apply")
     else:
         yield Finding(True, f"plugin loads: {', '.join(found['registered'])} (PyTorch {found['torch']})")
@@ -207,7 +217,8 @@ def _device(found: dict[str, Any], head_dim: int, group: int, has_latents: bool 
     if found["platform"] != "cuda" or not found["devices"]:
         yield Finding(False, f"no CUDA device answers (platform {found['platform']}); look at: nvidia-smi")
         return
-    capability = tuple(found["capability"])
+    major, minor = found["capability"]
+    capability = major, minor
     name = f"{found['devices']} x {found['device']}, compute capability {capability[0]}.{capability[1]}"
     if capability < LEAST_CAPABILITY:
         yield Finding(False, f"{name}: packed pages need 8.0 or later; use another GPU")
@@ -222,7 +233,7 @@ def _device(found: dict[str, Any], head_dim: int, group: int, has_latents: bool 
         yield Finding(True, f"decodes of latents are served by {_latent_kernel(capability)}")
     else:
         yield Finding(True, _decode_kernel(capability, head_dim, group))
-    if capability == CAPABILITY:
+    if runs_on(capability):
         yield from _cache()
     yield Finding(True, _triton_kernels())
     yield Finding(True, SELFTEST)
@@ -234,10 +245,18 @@ def _cpu_kernels() -> Finding:
         compiler, target = find_compiler(), best_target()
     except BuildError as error:
         return Finding(False, f"platform CPU: attention would run in PyTorch, many times slower: {error}")
-    folder = cache_folder()
-    number = len(list(folder.glob(f"*-{target.name}-*.so")))
-    state = f"{number} libraries compiled in" if number else "to be compiled at the first start, into"
-    return Finding(True, f"platform CPU: kernels in C++ for {target.name} by {compiler.version}, {state} {folder}")
+    state = _compiled(f"*-{target.name}-*.so", "libraries")
+    return Finding(True, f"platform CPU: kernels in C++ for {target.name} by {compiler.version}, {state}")
+
+
+def _compiled(pattern: str, kind: str) -> str:
+    """Say how many kernels are in the cache, and where that is."""
+    try:
+        folder = cache_folder()
+    except NoHome:
+        return "to be compiled at each start"
+    number = len(list(folder.glob(pattern)))
+    return f"{number} {kind} compiled in {folder}" if number else f"to be compiled at the first start, into {folder}"
 
 
 def _cache() -> Iterator[Finding]:
@@ -246,30 +265,27 @@ def _cache() -> Iterator[Finding]:
         yield Finding(False, f"each start would compile the kernels again: {reason}")
 
 
-def _latent_kernel(capability: tuple[int, ...]) -> str:
+def _latent_kernel(capability: tuple[int, int]) -> str:
     rank, rope_dim = LATENT
-    refused = latent_refusal((capability[0], capability[1]), rank, rope_dim, heads=1, query_len=1)
-    if refused:
-        return f"the Triton kernel (the CUDA kernel does not support {refused})"
+    served = who_serves(Engine("cuda", capability), Latents(None, rank, rope_dim, heads=1))
+    if served.kernel != CUDA:
+        return f"the Triton kernel ({served.reason})"
     shape = f"those of {rank} channels and {rope_dim} of RoPE"
     return f"the CUDA kernel: {shape}, up to {LATENT_ROWS} query heads of a GPU times query tokens; else by Triton's"
 
 
-def _decode_kernel(capability: tuple[int, ...], head_dim: int, group: int) -> str:
-    refused = refusal((capability[0], capability[1]), head_dim, group, query_len=1)
+def _decode_kernel(capability: tuple[int, int], head_dim: int, group: int) -> str:
+    served = who_serves(Engine("cuda", capability), Pairs(None, head_dim, group))
     heads = f"heads of {head_dim} channels, {group} query heads per KV head"
-    if refused:
-        return f"decodes of {heads} are served by the Triton kernel (the CUDA kernel does not support {refused})"
-    folder = cache_folder()
-    number = len(list(folder.glob("decode-*.cubin")))
-    state = f"{number} variants compiled in" if number else "to be compiled at the first start, into"
-    return f"decodes of {heads} are served by the CUDA kernel, {state} {folder}"
+    if served.kernel != CUDA:
+        return f"decodes of {heads} are served by the Triton kernel ({served.reason})"
+    return f"decodes of {heads} are served by the CUDA kernel, {_compiled('decode-*.cubin', 'variants')}"
 
 
 def _triton_kernels() -> str:
     """Count the variants of our kernels in Triton's cache. With torch.compile, vLLM keeps another one for each of its
     compilations."""
-    home = Path(os.environ.get("TRITON_HOME") or "~").expanduser()
+    home = Path(os.path.expanduser(os.environ.get("TRITON_HOME") or "~"))
     folder = Path(os.environ.get("TRITON_CACHE_DIR") or home / ".triton" / "cache")
     number = sum(OWN_SOURCES in _beginning(file) for file in folder.glob("*/*.ttir"))
     state = f"{number} variants compiled in" if number else "to be compiled at the first start, into"
@@ -280,7 +296,7 @@ def _beginning(file: Path) -> bytes:
     """The first bytes of a file in a cache, where Triton names the kernel's source; none of a file that cannot be
     read, which may have gone or be another user's."""
     try:
-        with open(file, "rb") as opened:
+        with open(file, "rb", opener=open_regular) as opened:
             return opened.read(BEGINNING)
     except OSError:
         return b""
@@ -320,7 +336,7 @@ def _calibration(name: str, model: Model, folder: Path | None, ropes: dict[str, 
 def _cache_root() -> Path:
     """vLLM's cache folder, found as its `envs.py` finds it."""
     cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(os.environ.get("VLLM_CACHE_ROOT") or f"{cache}/vllm").expanduser()
+    return Path(os.path.expanduser(os.environ.get("VLLM_CACHE_ROOT") or f"{cache}/vllm"))
 
 
 def _tier(folder: Path) -> Finding:

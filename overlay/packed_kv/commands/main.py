@@ -49,13 +49,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser().parse_args(words or ["--help"])
     command = COMMANDS[words[0]]
     try:
-        run = command.load("main")
-    except ModuleNotFoundError as error:
-        if not command.needs:
-            raise
-        print(f"packed-kv {command.name}: {error.name} is missing; pip install {command.needs}", file=sys.stderr)
-        return EXIT_BAD_INPUT
-    try:
+        try:
+            run = command.load("main")
+        except ModuleNotFoundError as error:
+            if not command.needs:
+                raise
+            print(f"packed-kv {command.name}: {error.name} is missing; pip install {command.needs}", file=sys.stderr)
+            return EXIT_BAD_INPUT
         code = run(words[1:], prog=f"packed-kv {command.name}")
         if sys.stdout is not None:
             sys.stdout.flush()

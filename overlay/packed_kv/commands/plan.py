@@ -7,6 +7,7 @@ import json
 import sys
 import textwrap
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from ..formats import ROPE_BITS
@@ -99,6 +100,7 @@ def target_of(options: argparse.Namespace) -> tuple[Target, list[str]]:
     if options.latent_rope_bits:
         model = model.with_rope_bits(options.latent_rope_bits)
     card = _card(options)
+    _check_served(f"{model.name} on {card.name}", refusals_of_model(config, capability=card.capability))
     context = options.context or min(DEFAULT_CONTEXT, model.max_len or DEFAULT_CONTEXT)
     if options.context is None:
         reads = f"{model.max_len:,} tokens" if model.max_len else "the config does not say how many tokens"
@@ -149,7 +151,7 @@ def _card(options: argparse.Namespace) -> cards.Card:
     bandwidth = (options.bandwidth or 0) * 1e12
     if options.gpu:
         card = cards.find(options.gpu)
-        return cards.Card(card.name, int(options.gpu_memory or card.memory), bandwidth or card.bandwidth)
+        return replace(card, memory=int(options.gpu_memory or card.memory), bandwidth=bandwidth or card.bandwidth)
     if options.gpu_memory or options.kv_cache_memory:
         memory = options.gpu_memory or 0
         return cards.Card(f"a card of {memory / GIB:g} GiB" if memory else "a card", int(memory), bandwidth)

@@ -94,6 +94,7 @@ def _lines(asked: str, said: Any) -> Iterator[dict[str, Any]]:
         try:
             while True:
                 timer = Timer(SILENT_SECONDS, process.kill)
+                timer.daemon = True  # interrupted, this process does not wait for it
                 timer.start()
                 line = process.stdout.readline()  # type: ignore[union-attr]
                 timer.cancel()

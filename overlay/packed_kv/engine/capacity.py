@@ -24,9 +24,11 @@ from vllm.v1.kv_cache_interface import (
 from ..formats import FORMATS
 from ..layout import MICRO_BLOCK
 from ..model import shape as model_shape
+from ..model.config_fields import BadInput
 from ..model.shape import DENSE, FP8
+from ..planning.cache import Serving, packed_pages
 from ..refusals.facts import Cache, Facts, Pages
-from ..refusals.table import refuse
+from ..refusals.table import SLIDING, refuse
 from ..settings.options import read_options
 from ..sharing.fingerprint import fingerprint
 from ..vllm_compat import get_kv_cache_groups
@@ -184,13 +186,44 @@ def log_match_unit(vllm_config: VllmConfig) -> None:
         )
 
 
+def check_planned_padding(vllm_config: VllmConfig) -> None:
+    """Raise Refused before the model is loaded if skipped layers make vLLM pad the packed pages to much more than they
+    hold, by the count of `packed-kv plan`: where that is vLLM's own, else `check_padding` says it later."""
+    model, cache, parallel = vllm_config.model_config, vllm_config.cache_config, vllm_config.parallel_config
+    words = tuple(cache.kv_cache_dtype_skip_layers)
+    has_other_parts = parallel.pipeline_parallel_size > 1 or vllm_config.speculative_config is not None
+    if not words or has_other_parts or vllm_config.scheduler_config.disable_hybrid_kv_cache_manager:
+        return
+    try:
+        shape = model_shape.parse(model.hf_config.to_dict(), model.model, parallel.tensor_parallel_size)
+    except BadInput:
+        return
+    is_chunked = any(layer.kind == "chunked" for layer in shape.attention)  # refused when the layers are made
+    if is_chunked or len({(layer.kv_heads, layer.head_size, layer.value_size) for layer in shape.attention}) > 1:
+        return
+    serving = Serving(
+        model.max_model_len,
+        read_options(vllm_config.additional_config).recent_tokens,
+        skip_layers=frozenset(
+            layer.number for layer in shape.attention if {str(layer.number), _sliding_word(layer)} & {*words}
+        ),
+        block_size=cache.block_size or MICRO_BLOCK,
+        on_gpu=not current_platform.is_cpu(),
+    )
+    for page in packed_pages(shape, cache.cache_dtype, serving):
+        refuse(Facts(Cache(skip_layers=words), page), cache.cache_dtype)
+
+
+def _sliding_word(layer: model_shape.Layer) -> str:
+    return SLIDING if layer.kind == "sliding" else ""
+
+
 def check_padding(vllm_config: VllmConfig, spec: AttentionSpec) -> None:
     """Raise Refused if skipped layers make vLLM pad the packed pages to much more than they hold.
 
     Layers of several kinds (sliding and full, or with states) take blocks from one pool, so their pages get the size of
-    the largest. How large that is, nobody knows earlier: vLLM settles the tokens of a block once the model is loaded,
-    and the layout of pages, by which it groups layers, once it has asked for those. `packed-kv plan --skip-layers` says
-    it without loading a model.
+    the largest. How large that is, vLLM knows once the model is loaded: it settles the tokens of a block then, and the
+    layout of pages, by which it groups layers, once it has asked for those. `check_planned_padding` counts it before.
     """
     cache = vllm_config.cache_config
     page = spec.page_size_bytes, spec.real_page_size_bytes

@@ -1,10 +1,26 @@
-"""vLLM's own attention on a CPU, for layers that keep dense pages beside packed ones."""
+"""vLLM's own attention on a CPU, for layers that keep dense pages beside packed ones.
+
+vLLM's registry names `CPUBackend` of this module, which vLLM looks up for each kind of layer: engines without a packed
+dtype get vLLM's own class.
+"""
 
 from __future__ import annotations
 
 import torch
+from vllm.config import get_current_vllm_config_or_none
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend, CPUAttentionBackendImpl
 from vllm.v1.kv_cache_layout import KVCacheLayout
+
+from ..formats import FORMATS
+
+
+def __getattr__(name: str) -> type[CPUAttentionBackend]:
+    """Return the backend `CPUBackend` of the engine whose config is vLLM's current one."""
+    if name != "CPUBackend":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    config = get_current_vllm_config_or_none()
+    is_packed = config is not None and config.cache_config.cache_dtype in FORMATS
+    return DenseCPUBackend if is_packed else CPUAttentionBackend
 
 
 class DenseCPUBackend(CPUAttentionBackend):

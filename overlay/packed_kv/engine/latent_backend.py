@@ -15,8 +15,8 @@ from vllm.v1.kv_cache_interface import AttentionSpec
 
 from ..attention.latent.impl import LatentAttentionImpl
 from ..attention.latent.metadata import LatentMetadataBuilder
-from ..attention.latent.sparse_impl import SparseLatentImpl
-from ..attention.latent.sparse_metadata import SparseLatentBuilder
+from ..attention.sparse.impl import SparseLatentImpl
+from ..attention.sparse.metadata import SparseLatentBuilder
 from ..formats import FORMATS
 from ..layout import latent_slot_bytes
 from ..refusals.facts import Attention, Facts, Latents

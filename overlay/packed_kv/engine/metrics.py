@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from prometheus_client import Counter, Gauge
 from vllm.logger import init_logger
-from vllm.platforms import current_platform
 from vllm.v1.metrics.loggers import StatLoggerBase
 
 from ..formats import FORMATS
@@ -25,6 +24,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
     from ..formats import Format
+    from ..kernels.served import Latents, Pairs
 
 logger = init_logger("vllm.packed_kv")
 
@@ -123,35 +123,36 @@ def routes(config: VllmConfig) -> tuple[str, str]:
 
     Counted for the planned route although they run on another: heads without FlashAttention, whose prefill runs in
     PyTorch, prefill chunks as short as a decode, which the decode kernel takes, and layers that the CUDA kernel does
-    not serve on a Hopper GPU, such as sliding ones.
+    not serve on a Hopper GPU and of which the configuration does not tell, such as sliding ones.
     """
-    from ..attention.metadata import device_and_kernel, longest_decode
-    from ..attention.routes import longest_fused
-    from ..kernels.cuda import CAPABILITY
+    from ..attention.metadata import engine_of
+    from ..kernels.served import PYTORCH as REFERENCE
+    from ..kernels.served import who_serves
 
-    model = config.model_config
-    if str(model.dtype) == "torch.float32" or not (current_platform.is_cuda() or _has_cpu_kernels()):
+    engine = engine_of(config)._replace(requests=config.scheduler_config.max_num_seqs)
+    served = who_serves(engine, _asked(config))
+    if served.kernel == REFERENCE:
         return PYTORCH, PYTORCH
-    if model.use_mla:
-        return PREFILL, DECODE
-    group = model.get_num_attention_heads(config.parallel_config) // model.get_num_kv_heads(config.parallel_config)
-    capability, kernel = device_and_kernel(config)
-    longest = longest_fused(group, by_cuda=capability == CAPABILITY and kernel != "triton")
-    return PREFILL, DECODE if longest_decode(config) <= longest else PREFILL
+    return PREFILL, DECODE if engine.longest_decode <= served.longest else PREFILL
 
 
-def _has_cpu_kernels() -> bool:
-    """True on a CPU that can compile the kernels."""
-    from ..kernels.cpu.compiler import BuildError, best_target, find_compiler
+def _asked(config: VllmConfig) -> Pairs | Latents:
+    """Return the questions to `who_serves` about the model's layers, as far as its configuration answers them."""
+    from ..kernels.cuda import LATENT
+    from ..kernels.served import Latents, Pairs
 
-    try:
-        return current_platform.is_cpu() and bool(find_compiler() and best_target())
-    except BuildError:
-        return False
+    fmt, model = FORMATS[config.cache_config.cache_dtype], config.model_config
+    heads = model.get_num_attention_heads(config.parallel_config)
+    if not model.use_mla:
+        return Pairs(fmt, model.get_head_size(), heads // model.get_num_kv_heads(config.parallel_config))
+    text = model.hf_text_config
+    sizes = getattr(text, "kv_lora_rank", LATENT[0]), getattr(text, "qk_rope_head_dim", LATENT[1])
+    return Latents(fmt, *sizes, heads, are_picked=hasattr(text, "index_topk"))
 
 
 def info(config: VllmConfig, fmt: Format) -> dict[str, str]:
-    """Labels of `packed_kv_info`. Bytes are of one rank; "unknown" for a model that `model/shape.py` cannot read."""
+    """Labels of `packed_kv_info`. Bytes are of one rank; "unknown" for a model that `model/shape.py` cannot read, and a
+    fingerprint by a calibration file that this process does not have."""
     from ..settings.calibration import model_folder
     from ..settings.options import AUTO, read_options
     from ..settings.self_calibration import settled_file
@@ -177,7 +178,7 @@ def info(config: VllmConfig, fmt: Format) -> dict[str, str]:
         "ratio": f"{dense / stored:.2f}" if stored else "unknown",
         "recent_tokens": str(find_window(config)[0]),
         "calibration": str(path) if path.is_file() else "none",
-        "fingerprint": fingerprint(config, fmt),
+        "fingerprint": fingerprint(config, fmt) if path.is_file() or options.calibration is None else "unknown",
     }
 
 

@@ -10,8 +10,8 @@ from vllm.v1.attention.backend import MultipleOf
 from vllm.v1.kv_cache_interface import KVCacheSpec
 
 from ..formats import Format
+from ..gpu_generations import LEAST_CAPABILITY
 from ..layout import MICRO_BLOCK
-from ..refusals.table import LEAST_CAPABILITY
 
 
 class PackedPages:

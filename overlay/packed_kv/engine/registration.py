@@ -26,7 +26,7 @@ from ..model.architectures import PLAIN_SPARSE_LATENTS
 from ..model.cache_scheme import said_of_cache
 from ..refusals.facts import Attention, Cache, Drafts, Facts, Latents, Layer, Parallel, Vllm
 from ..refusals.table import refuse
-from ..settings.facts import auto_cache, check_skipped_layers, engine_facts, given_facts
+from ..settings.facts import auto_cache, check_skipped_layers, engine_facts, given_facts, quantization_of
 from ..settings.options import read_options
 from ..vllm_compat import is_patched, keep_rope_from_store, version_without_latents, version_without_rows
 from .names import class_name, latent_registry_name, registry_name, sparse_registry_name
@@ -38,6 +38,11 @@ if TYPE_CHECKING:
     from vllm.v1.attention.selector import AttentionSelectorConfig
 
 logger = init_logger("vllm.packed_kv")
+
+FLOAT32_PROMPTS = (
+    ", and so do prompts, which read packed keys and values, their own among them; --dtype bfloat16 is faster, and "
+    "a prompt in one chunk is as without packing"
+)
 
 
 def register_formats() -> None:
@@ -59,7 +64,7 @@ def register_formats() -> None:
         if fmt.name not in cache_config.KV_CACHE_DTYPES:
             register_format(fmt)
     if current_platform.is_cpu():
-        register_backend(AttentionBackendEnum.CPU_ATTN, f"{__package__}.cpu_backend.DenseCPUBackend")
+        register_backend(AttentionBackendEnum.CPU_ATTN, f"{__package__}.cpu_backend.CPUBackend")
 
 
 def _remedy(version: str) -> str:
@@ -230,19 +235,26 @@ class PackedDTypeHandler:
         Raises Refused, OptionError, CalibrationError, and ValueError for tiers without a folder.
         """
         from ..settings.calibration import read_calibration
+        from ..settings.model_options import keep_numbers
         from ..settings.options import check_files
         from ..settings.self_calibration import resolve_auto
         from ..sharing.tiers import check_tiers, replace_tiers
         from ..window.size import log_window
+        from .capacity import check_planned_padding
 
         facts = Facts(*engine_facts(vllm_config).records, given_facts(vllm_config))
         refuse(facts, self.name)
-        if asked := said_of_cache(getattr(vllm_config.model_config.hf_config, "quantization_config", None) or {}):
+        check_planned_padding(vllm_config)
+        if asked := said_of_cache(quantization_of(vllm_config)):
             logger.info("KV cache dtype %s: %s", self.name, asked)
+        if facts.given.is_fp32:
+            read = "" if facts.latents.is_mla else FLOAT32_PROMPTS
+            logger.info("KV cache dtype %s: float32 activations: decodes run in PyTorch%s", self.name, read)
         if facts.latents.is_mla and facts.engine.platform == "cpu":
             _warn_of_rotary_embedding(vllm_config)
         check_files(read_options(vllm_config.additional_config))
         check_tiers(vllm_config)
+        keep_numbers(vllm_config)
         log_window(vllm_config)
         resolve_auto(vllm_config)
         file = read_calibration(vllm_config)

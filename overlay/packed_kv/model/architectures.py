@@ -75,3 +75,8 @@ TRIED = (
     "StableLmForCausalLM", "Starcoder2ForCausalLM", "Step3p5ForCausalLM", "Zamba2ForCausalLM",
 )  # fmt: skip
 """Architectures, whole names, that were served and compared with `auto`: benchmarks/results/models.json, tests."""
+TEXT_MODELS = {
+    "Qwen3_5ForConditionalGeneration": "Qwen3_5ForCausalLM",
+    "Qwen3_5MoeForConditionalGeneration": "Qwen3_5MoeForCausalLM",
+}
+"""Architectures with pictures -> the one whose class vLLM makes for their text."""

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
+from ..json_file import printable
 from .config_defaults import Config
 from .config_fields import nested, word
 from .shape import FP8
@@ -29,8 +32,29 @@ def asked_cache(quantization: Config) -> str:
 
 def said_of_cache(quantization: Config) -> str:
     """One line for a checkpoint that asks for a KV-cache dtype of its own; "": it does not. Raises BadInput."""
-    asked = asked_cache(quantization)
-    return asked and (
-        f"the checkpoint asks for an {asked} KV cache, which --kv-cache-dtype auto would be (bfloat16 would be dense); "
-        "packed dtypes set its scales aside"
-    )
+    asked, layers = asked_cache(quantization), layers_asked(quantization)
+    said = []
+    if asked:
+        said.append(
+            f"the checkpoint asks for an {asked} KV cache, which --kv-cache-dtype auto would be (bfloat16 would be "
+            "dense)"
+        )
+    if layers:
+        numbers = ", ".join(f"{algorithm} in {number}" for algorithm, number in layers.items())
+        dtype = f" ({asked} in all)" if asked else " (auto would be the model's own dtype)"
+        said.append(
+            f"the checkpoint fixes KV-cache dtypes of layers (kv_cache_quantized_layers: {numbers}), which vLLM does "
+            f"not read{dtype}"
+        )
+    return "; ".join([*said, "packed dtypes set its scales aside"]) if said else ""
+
+
+def layers_asked(quantization: Config) -> dict[str, int]:
+    """KV-cache algorithms that Model-Optimizer has fixed by layer, and the numbers of their layers. Raises BadInput."""
+    layers = nested(_inner(quantization), "kv_cache_quantized_layers")
+    return Counter(printable(word(nested(layers, name), "quant_algo"), 40) or "none" for name in layers)
+
+
+def _inner(quantization: Config) -> Config:
+    inner = quantization.get("quantization")
+    return inner if isinstance(inner, dict) else quantization

@@ -14,6 +14,11 @@ PICKING_KINDS = ("deepseek_sparse_attention", "indexed_attention", "sparse_atten
 """Words of `layer_types` for layers of latents that read picked tokens, as vLLM's models/hy_v4 knows them."""
 EXPANDED_LATENTS = ("minicpm3",)
 """Model types with a `kv_lora_rank` whose latent vectors vLLM expands to K and V of every head."""
+MODELOPT = {
+    "FP8": "modelopt", "FP8_PER_CHANNEL_PER_TOKEN": "modelopt", "FP8_PB_WO": "modelopt", "NVFP4": "modelopt_fp4",
+    "MIXED_PRECISION": "modelopt_mixed",
+}  # fmt: skip
+"""Algorithms of Model-Optimizer's hf_quant_config.json -> vLLM's name of the method."""
 LARGEST_WHOLE = 1 << 40
 """Bound of the numbers in a config."""
 
@@ -69,15 +74,40 @@ def _first(config: Config, names: Iterable[str]) -> tuple[str, Any]:
 
 def text_config(config: Config) -> Config:
     """The part of a config that describes the language model, with the defaults that it leaves out. Raises BadInput."""
-    above: Config = {key: config[key] for key in ("quantization_config", "dtype", "torch_dtype") if key in config}
+    above: Config = {key: config[key] for key in ("dtype", "torch_dtype") if key in config}
     outer, kind = nested(config, "thinker_config") or config, word(config, "model_type")  # Qwen's Omni models
     text = nested(outer, "text_config", "llm_config")
+    if quantization := _quantization(config) or _quantization(text):
+        config = {**config, "quantization_config": quantization}
+        outer = {**outer, "quantization_config": quantization}
+        text = text and {**text, "quantization_config": quantization}
     if text:
         own = word(text, "model_type") or text_type(kind)
         return with_defaults({**above, **text, "model_type": own}, kind, own)
     if text_type(kind) and {*LAYERS}.isdisjoint(outer):  # a default text may have other sizes than its class
         return config
     return with_defaults({**above, **outer}, text_type(kind) or kind)
+
+
+def _quantization(config: Config) -> Config:
+    """A config's settings of quantization, with the method's name that vLLM gives it; {}: none. As
+    `_normalize_quantization_config` of vLLM's `model_arch_config_convertor.py`. Raises BadInput."""
+    found = nested(config, "quantization_config")
+    if not found:
+        found = nested(config, "compression_config")
+    elif not found.get("quant_method") and (inner := _modelopt(found)):
+        return {**found, "quant_method": MODELOPT.get(word(inner, "quant_algo").upper(), "")}
+    method = word(found, "quant_method").lower().replace("compressed_tensors", "compressed-tensors")
+    return {**found, "quant_method": method} if found else {}
+
+
+def _modelopt(quantization: Config) -> Config:
+    """The settings of a file that Model-Optimizer wrote before 0.31; {}: it is another tool's."""
+    producer, inner = quantization.get("producer"), quantization.get("quantization")
+    if not isinstance(inner, dict):
+        return {}
+    by_name = isinstance(producer, dict) and producer.get("name") == "modelopt"
+    return inner if by_name or "modelopt_quant_config" in inner else {}
 
 
 def reads_latents(text: Config) -> bool:

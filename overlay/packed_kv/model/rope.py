@@ -4,6 +4,7 @@ and no vLLM."""
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from ..json_file import shown
@@ -72,6 +73,14 @@ def rope_parameters(config: Any) -> dict[str, Parameters]:
         sliding = normalised({"rope_theta": local}, config)
         return {"full_attention": normalised(given, config), "sliding_attention": sliding}
     return {"": normalised(given, config)}
+
+
+def longest_with_short_factors(ropes: Mapping[str, Parameters]) -> int | None:
+    """Largest `max_model_len` with which vLLM turns keys by longrope's short factors; None: no RoPE is longrope."""
+    lengths = [
+        int(rope["original_max_position_embeddings"]) for rope in ropes.values() if rope["rope_type"] == "longrope"
+    ]
+    return max(lengths, default=None)
 
 
 def rope_in_words(parameters: Parameters) -> str:

@@ -138,7 +138,8 @@ def capacity(model: Model, dtype: str, serving: Serving, memory: int) -> Capacit
         refuse(Facts(Latents(is_mla=True), Cache(skip_layers=_skipped(serving))), dtype)
     groups = _groups(_specs(model, dtype, serving))
     if dtype in FORMATS and serving.skip_layers:
-        _check_padding(model, dtype, serving, groups)
+        for page in _packed_pages(model, dtype, groups):
+            refuse(Facts(Cache(skip_layers=_skipped(serving)), page), dtype)
     bytes_per_block = max(sum(spec.page for spec in group) for group in groups)
     blocks = sum(max(spec.blocks(serving) for spec in group) for group in groups)
     number = memory // bytes_per_block
@@ -236,15 +237,18 @@ def _with_page(spec: Spec, page: int) -> Spec:
     return replace(spec, page=page, block_size=spec.block_size * (page // spec.page))
 
 
-def _check_padding(model: Model, dtype: str, serving: Serving, groups: Sequence[Sequence[Spec]]) -> None:
-    """Raise Refused where `engine/capacity.py` would."""
-    for spec in {spec for group in groups for spec in group}:
-        if spec.kind == "state" or len(groups) == 1:
-            continue
-        heads, _, slot = spec.shape
-        if slot in {slot_bytes(dtype, layer) for layer in model.attention}:
-            page = Pages(size=(spec.page, heads * slot * spec.block_size))
-            refuse(Facts(Cache(skip_layers=_skipped(serving)), page), dtype)
+def packed_pages(model: Model, dtype: str, serving: Serving) -> list[Pages]:
+    """Sizes of a packed dtype's pages where layers of several kinds share a pool, for `refuse`; empty: they do not."""
+    return _packed_pages(model, dtype, _groups(_specs(model, dtype, serving)))
+
+
+def _packed_pages(model: Model, dtype: str, groups: Sequence[Sequence[Spec]]) -> list[Pages]:
+    found, slots = [], {slot_bytes(dtype, layer) for layer in model.attention}
+    for spec in {spec for group in groups for spec in group} if len(groups) > 1 else ():
+        if spec.kind != "state" and spec.shape[2] in slots:
+            heads, _, slot = spec.shape
+            found.append(Pages(size=(spec.page, heads * slot * spec.block_size)))
+    return found
 
 
 def _skipped(serving: Serving) -> tuple[str, ...]:

@@ -1,8 +1,9 @@
-"""GPUs by name: memory and bandwidth.
+"""GPUs by name: memory, bandwidth and compute capability.
 
 Memory is what `nvidia-smi` reports, below what a datasheet calls GB: H200 in benchmarks/results/machine.txt, the others
-of Hopper, Ampere and Ada as listed at https://thundergolfer.com/blog/nvidia-gpu-memory-capacity, those of Blackwell and
-of GeForce from reports of `nvidia-smi`. Bandwidth is the peak of NVIDIA's datasheets.
+of Hopper, Ampere and Ada as listed at https://thundergolfer.com/blog/nvidia-gpu-memory-capacity, H20, Blackwell
+and GeForce from reports of `nvidia-smi`; GB10 shares its host's memory, of which PyTorch reports this. Bandwidth is
+the peak of NVIDIA's datasheets, compute capability as at https://developer.nvidia.com/cuda-gpus.
 """
 
 from __future__ import annotations
@@ -16,15 +17,12 @@ MIB = 1 << 20
 
 @dataclass(frozen=True)
 class Card:
-    """`memory` in bytes; `bandwidth` in bytes a second, 0: not known."""
+    """`memory` in bytes; `bandwidth` in bytes a second, 0: not known; `capability`: None: not known."""
 
     name: str
     memory: int
     bandwidth: float
-
-    @property
-    def is_hopper(self) -> bool:
-        return self.name.startswith(("H100", "H200"))
+    capability: tuple[int, int] | None = None
 
     @property
     def served_at_once(self) -> int:
@@ -33,24 +31,32 @@ class Card:
 
 
 CARDS = {
-    name: Card(name, mib * MIB, bandwidth * 1e12)
-    for name, mib, bandwidth in (
-        ("B200", 183359, 8.0),
-        ("H200", 143771, 4.8),
-        ("H100", 81559, 3.35),  # SXM
-        ("H100-PCIE", 81559, 2.0),
-        ("A100-80GB", 81920, 2.039),  # SXM
-        ("A100-40GB", 40960, 1.555),
-        ("L40S", 46068, 0.864),
-        ("A10", 23028, 0.6),
-        ("L4", 23034, 0.3),
-        ("RTX-5090", 32607, 1.792),
-        ("RTX-4090", 24564, 1.008),
+    name: Card(name, mib * MIB, bandwidth * 1e12, capability)
+    for name, mib, bandwidth, capability in (
+        ("B300", 275040, 8.0, (10, 3)),
+        ("B200", 183359, 8.0, (10, 0)),
+        ("H200", 143771, 4.8, (9, 0)),
+        ("H100", 81559, 3.35, (9, 0)),  # SXM
+        ("H100-PCIE", 81559, 2.0, (9, 0)),
+        ("H20", 97871, 4.0, (9, 0)),
+        ("A100-80GB", 81920, 2.039, (8, 0)),  # SXM
+        ("A100-40GB", 40960, 1.555, (8, 0)),
+        ("L40S", 46068, 0.864, (8, 9)),
+        ("A10", 23028, 0.6, (8, 6)),
+        ("L4", 23034, 0.3, (8, 9)),
+        ("RTX-PRO-6000", 97887, 1.792, (12, 0)),  # Workstation Edition
+        ("RTX-5090", 32607, 1.792, (12, 0)),
+        ("RTX-4090", 24564, 1.008, (8, 9)),
+        ("RTX-3090", 24576, 0.936, (8, 6)),
+        ("GB10", 124610, 0.273, (12, 1)),
     )
 }
 
 
-ALIASES = {"A100": "A100-80GB", "H100-80GB": "H100", "H100-SXM": "H100", "4090": "RTX-4090", "5090": "RTX-5090"}
+ALIASES = {
+    "A100": "A100-80GB", "H100-80GB": "H100", "H100-SXM": "H100", "3090": "RTX-3090", "4090": "RTX-4090",
+    "5090": "RTX-5090", "PRO-6000": "RTX-PRO-6000", "DGX-Spark": "GB10",
+}  # fmt: skip
 
 
 def find(name: str) -> Card:

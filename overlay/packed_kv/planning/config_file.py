@@ -12,32 +12,41 @@ from ..json_file import printable, read_json
 from ..model.config_defaults import Config
 from ..model.config_fields import BadInput
 
+QUANTIZATION = "hf_quant_config.json"
+"""File of Model-Optimizer, which vLLM reads where config.json has no quantization_config."""
 LONGEST_NAME = 1024
 """Characters of a path or of an id of the Hugging Face Hub."""
+GGUF, ORIGINAL = ".gguf", "give the Hugging Face model that it was made from"
 PATIENCE = 5.0
 """Seconds within which the Hub has to answer."""
 
 
 def load(source: str) -> tuple[Config, Path | None]:
-    """The config of a folder, of a config.json or of an id of the Hugging Face Hub, and the folder where it lies.
-
-    Raises BadInput.
+    """The config of a folder, of a config.json or of an id of the Hugging Face Hub, and the folder where it lies; with
+    a quantization_config from the file beside it that vLLM would read. Raises BadInput.
     """
     if not source or len(source) > LONGEST_NAME or not source.isprintable():
         raise BadInput(f"{printable(source, 60)} is not a model name; give a folder, a config.json or an id of the Hub")
+    is_local = True
     try:
-        path = Path(source).expanduser()
+        path = Path(os.path.expanduser(source))
         if path.is_dir():
             path = path / "config.json"
             if not path.is_file():
-                raise BadInput(f"{source} has no config.json; give the folder of a Hugging Face model")
+                raise BadInput(f"{source} has no config.json{_other_model(path.parent)}")
         elif not path.is_file():
             path = _from_hub(source)
+            is_local = False
+        elif path.suffix.lower() == GGUF:
+            raise BadInput(f"{source} is a GGUF file, which is not read here; {ORIGINAL}")
         config = read_json(path)
+        if isinstance(config, dict) and config.get("quantization_config") is None:
+            beside = path.with_name(QUANTIZATION) if is_local else _quantization_from_hub(source)
+            if beside is not None and beside.is_file():
+                path = beside
+                config["quantization_config"] = read_json(path)
     except OSError as error:  # a part of the path is too long, or nobody may look into a folder
         raise BadInput(f"{source} cannot be read ({error.strerror}); give the folder of a model") from error
-    except RuntimeError as error:  # ~user
-        raise BadInput(f"{source} names no user's folder; give the folder of a model") from error
     except BadInput:
         raise
     except ValueError as error:
@@ -47,9 +56,27 @@ def load(source: str) -> tuple[Config, Path | None]:
     return config, path.parent
 
 
+def _other_model(folder: Path) -> str:
+    """Say what a folder without config.json holds instead, and what to give."""
+    adapter = folder / "adapter_config.json"
+    if adapter.is_file():
+        try:
+            found = read_json(adapter)
+        except ValueError:
+            found = None
+        base = found.get("base_model_name_or_path") if isinstance(found, dict) else None
+        model = f"its model, {printable(base, 100)}" if isinstance(base, str) and base else "its model"
+        return f": it is an adapter (LoRA); give {model}"
+    if (folder / "params.json").is_file():
+        return ": params.json is Mistral's own format, which is not read here; give the model's config.json"
+    if any(file.suffix.lower() == GGUF for file in folder.iterdir()):
+        return f": GGUF is not read here; {ORIGINAL}"
+    return "; give the folder of a Hugging Face model"
+
+
 def model_name(source: str) -> str:
     """Name of a model that `load` has read: of its folder, whatever that links to, or its id on the Hub."""
-    path = Path(source).expanduser()
+    path = Path(os.path.expanduser(source))
     if not path.exists():
         return source
     path = Path(os.path.abspath(path))
@@ -79,6 +106,17 @@ def _from_hub(name: str) -> Path:
             reason = printable(str(error).strip().splitlines()[0])
         what += f", and its config.json cannot be fetched from the Hugging Face Hub ({reason})"
         raise BadInput(f"{what}; give the folder of a model, or its config.json") from error
+
+
+def _quantization_from_hub(name: str) -> Path | None:
+    """The file of Model-Optimizer beside a config.json that was fetched; None: there is none."""
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import EntryNotFoundError
+
+    try:
+        return Path(hf_hub_download(name, QUANTIZATION, local_files_only=not _answers()))
+    except EntryNotFoundError:
+        return None
 
 
 def _answers() -> bool:

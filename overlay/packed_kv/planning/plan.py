@@ -7,9 +7,8 @@ from collections import Counter
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from ..attention.routes import longest_fused
 from ..formats import FORMATS, ROPE_BITS
-from ..kernels.cuda import COLUMNS, HEAD_DIMS
+from ..kernels.served import CUDA, Engine, Pairs, who_serves
 from ..model.cache_scheme import said_of_cache
 from ..model.config_fields import MODEL_BYTES, BadInput, nested, whole
 from ..model.shape import DENSE, FP8, Model
@@ -207,12 +206,17 @@ def assumptions(target: Target, said: list[str]) -> list[str]:
 def decodes(model: Model, card: Card) -> str:
     """Name the kernel of a packed dtype's decodes, and the most new tokens of a request that it takes: in CUDA graphs,
     the layer that takes the fewest decides."""
-    group = max(max(1, model.query_heads(layer) // model.ranks // layer.kv_heads) for layer in model.attention)
-    by_cuda = card.is_hopper and group <= COLUMNS and all(
-        layer.kind == "full" and layer.head_size in HEAD_DIMS and layer.value_size in (0, layer.head_size)
-        for layer in model.attention
-    )  # fmt: skip
-    longest, kernel = longest_fused(group, by_cuda=by_cuda), "CUDA" if by_cuda else "Triton"
+    engine = Engine("cuda", card.capability, requests=card.served_at_once, is_here=False)
+    served = []
+    for layer in model.attention:
+        group = max(1, model.query_heads(layer) // model.ranks // layer.kv_heads)
+        window = None if layer.kind == "full" else layer.window
+        asked = Pairs(
+            None, layer.head_size, group, layer.value_size or None, window, model.config.get("attn_logit_softcapping")
+        )
+        served.append((who_serves(engine, asked), group))
+    longest, group = min((of_layer.longest, group) for of_layer, group in served)
+    kernel = "CUDA" if all(of_layer.kernel == CUDA for of_layer, _ in served) else "Triton"
     return (
         f"decodes of packed pages: {group} query heads per KV head; the {kernel} kernel takes steps of up to "
         f"{longest} new tokens per request (drafts included), {group * longest} columns; others run outside CUDA graphs"

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import importlib.util
+import io
 import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from ..json_file import not_a_file
 from ..model.config_fields import BadInput
+from ..private_file import replace_file, why_not_replaced
 from ..refusals.table import Refused
 from .cache import DTYPES, capacity
 from .plan import Row, Target
@@ -56,10 +57,10 @@ def check_plot(file: Path) -> None:
     """Raise BadInput for a file that `plot` could not write."""
     if importlib.util.find_spec("matplotlib") is None:
         raise BadInput("--plot needs matplotlib; pip install 'packed-kv[plots]'")
-    if what := not_a_file(file):
-        raise BadInput(f"--plot {file} is {what}; name a file, such as plan.png")
-    if not os.access(file if os.path.exists(file) else file.parent, os.W_OK):
+    if not os.path.isdir(file.parent):
         raise BadInput(f"--plot {file} cannot be written; name a file in a folder that is there and yours to write")
+    if reason := why_not_replaced(file):
+        raise BadInput(f"--plot {reason}; name a file, such as plan.png")
 
 
 def plot(target: Target, file: Path) -> None:
@@ -92,7 +93,9 @@ def plot(target: Target, file: Path) -> None:
     axes.set_title(f"{target.model.name}, {target.kv_memory / 2**30:.1f} GiB of KV cache per card ({target.card.name})")
     axes.grid(alpha=0.3)
     axes.legend()
+    image = io.BytesIO()
+    figure.savefig(image, dpi=150, format="png")
     try:
-        figure.savefig(file, dpi=150, format="png")
+        replace_file(file, image.getvalue())
     except OSError as error:
         raise BadInput(f"--plot {file} cannot be written: {error.strerror}") from error

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from ..formats import FORMATS, GROUP_SIZE, HEAD_DIM_MULTIPLE, fits_value_dim
+from ..gpu_generations import LEAST_CAPABILITY
 from ..json_file import printable
 from ..layout import MEAN_BLOCK, MICRO_BLOCK
 from ..model.architectures import (
@@ -23,18 +24,18 @@ from ..model.architectures import (
     OWN_LATENTS,
     SPARSE,
     SPARSE_LATENTS,
+    TEXT_MODELS,
     TRIED,
 )
 from ..model.config_defaults import Config
 from ..model.shape import MAX_PADDING, Model
 from .config_facts import facts_of_config
-from .facts import Cache, Connector, Facts, Layer, Vllm
+from .facts import Cache, Connector, Engine, Facts, Layer, Vllm
 
 AUTO_OPTION = "--kv-cache-dtype auto"
 AUTO = f"use {AUTO_OPTION} for this model"
 DRAFT_AUTO = 'add "kv_cache_dtype": "auto" to --speculative-config'
 """Remedy for a draft that packed pages cannot serve: the model keeps its dtype."""
-LEAST_CAPABILITY = (8, 0)
 SPARSE_SIZES = (512, 64)
 """Channels of latents and of their RoPE that sparse attention has: those of FlashMLA's kernel."""
 SPARSE_CAPABILITIES = (9, 10)
@@ -428,10 +429,14 @@ WINDOW_RULES: tuple[Rule, ...] = (
 """Rules by which an engine has no recent window; it serves without, and its log says so."""
 
 
-def refusals_of_model(config: Config, model: Model | None = None, vllm: str = "") -> list[Refusal]:
-    """Refusals by a config.json of a model, of its layers if `model` has them, and of a version of `vllm`, "": not
-    known. Each rule refuses once. Raises BadInput."""
+def refusals_of_model(
+    config: Config, model: Model | None = None, vllm: str = "", capability: tuple[int, int] | None = None
+) -> list[Refusal]:
+    """Refusals by a config.json of a model, of its layers if `model` has them, of a version of `vllm`, "": not known,
+    and of a GPU's compute capability, None: not known. Each rule refuses once. Raises BadInput."""
     facts = facts_of_config(config)
+    if capability:
+        facts = Facts(*facts.records, Engine(platform="cuda", capability=capability))
     if re.match(OLDER_LATENTS, vllm):
         facts = Facts(*facts.records, Vllm(version_without_latents=vllm))
     if re.match(OLDER_ROWS, vllm) and not vllm.endswith(CPU_VERSION):
@@ -448,7 +453,7 @@ def untried(config: Config) -> str:
     """A line about a model that no rule refuses and that is untested; "": it is tested, or its config does not name it.
     Raises BadInput."""
     name = facts_of_config(config).architecture.name
-    if name is None or name in TRIED:
+    if name is None or TEXT_MODELS.get(name, name) in TRIED:
         return ""
     return f"{name} has not been tested; no rule refuses it, so compare its answers with those of auto"
 

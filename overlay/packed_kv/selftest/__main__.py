@@ -20,10 +20,11 @@ from ..child_process import end_with
 from ..formats import FORMATS
 from ..kernels.ahead import wait_for_all
 from . import launches
-from .checks import Check, check_pairs, pair_layers
+from .checks import THREADS, Check, check_pairs, check_threads, pair_layers
 from .compilers import Compilers
 from .device import CannotRun, describe, find_device, kernels
 from .latents import check_latents, latent_layers
+from .launches import CPP
 from .timing import TimedBatch, Times, time_step
 
 Say = Callable[[dict[str, Any]], None]
@@ -100,6 +101,8 @@ class Row:
         """Return what the row found; see docs/commands.md."""
         start, times = time.monotonic(), None
         found: list[Check] = []
+        if self.pairs[0].kernel == CPP and torch.get_num_threads() > 1:
+            found.append(check_threads())
         for layer in self.pairs:
             found += check_pairs(self.fmt, layer, self.device)
         for latents in self.latents:
@@ -139,6 +142,8 @@ def parts(found: list[Check]) -> dict[str, dict[str, Any]]:
 
 def describe_wrong(check: Check) -> str:
     """A line about a comparison that failed."""
+    if check.part == THREADS:
+        return check.case
     if check.differ:
         return f"{check.part}, {check.case}: {check.differ} of {check.repeats} launches left other bits"
     what = "of the bytes differ" if not check.bound else f"relative error, {check.bound:.1e} allowed"

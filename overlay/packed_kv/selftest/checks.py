@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import torch
 
 from ..formats import Format
-from .launches import PYTORCH, PairLayer
+from ..kernels.cpu import threads
+from .launches import CPP, PYTORCH, PairLayer
 from .reference import Reference, relative_rms
 from .requests import POISON, RequestBatch, Requests, Shape
 
@@ -27,19 +28,20 @@ one decode that splits its request. See `steps`."""
 MOST = [sum(new.get(request, 0) for _, new in STEPS) for request in range(4)]
 DTYPE = torch.float16
 """Dtype of activations: the finer of the two that engines take."""
-DECODE_BOUND = {"C++": 3e-4 + 2.0**-11, PYTORCH: 2.0**-11, "CUDA": 2e-3, "Triton": 2e-3}
+DECODE_BOUND = {CPP: 3e-4 + 2.0**-11, PYTORCH: 2.0**-11, "CUDA": 2e-3, "Triton": 2e-3}
 """Relative RMS error of decodes by kernel, as tests/kernels has it: on a CPU that of fp32 outputs, then rounded."""
 PREFILL_BOUND = 4 * torch.finfo(DTYPE).eps
-REPEATS = {"C++": 20, PYTORCH: 2, "CUDA": 50, "Triton": 50}
+REPEATS = {CPP: 20, PYTORCH: 2, "CUDA": 50, "Triton": 50}
 """Repetitions of each step's launches; on CUDA, decodes are also replayed as often from a graph."""
+THREADS = "threads"
 BUSY_BYTES = 1 << 27
 """Copied beside every second replay."""
 
 
 @dataclass
 class Check:
-    """A comparison: `error` within `bound`, by `part` (store, gather, decode, merge, latents). Repeated launches that
-    left other bits than the first: `differ` of `repeats`."""
+    """A comparison: `error` within `bound`, by `part` (threads, store, gather, decode, merge, latents). Repeated
+    launches that left other bits than the first: `differ` of `repeats`."""
 
     part: str
     case: str
@@ -76,6 +78,13 @@ def pair_layers(fmt: Format, device: torch.device, kernel: str) -> list[PairLaye
     for layer in layers:
         layer.compile_ahead()
     return layers
+
+
+def check_threads() -> Check:
+    """Return the check that kernels in C++ run on two threads where two are asked for."""
+    found = len(threads.thread_ids(2))
+    remedy = "; the log of a server says why, and the remedy" if found < 2 else ""
+    return Check(THREADS, f"kernels in C++ run on {found} of 2 threads{remedy}", abs(found - 2), 0.0)
 
 
 def check_pairs(fmt: Format, layer: PairLayer, device: torch.device) -> Iterator[Check]:

@@ -2,7 +2,9 @@
 
 The first part of a Triton compilation is Python code, which runs in one thread of a process at a time: for all dtypes,
 on 16 cores beside an H200, one process took 104 s and four take 58 s, which keeps the cores busy. What they compile
-stays in the caches on disk, where the self-test finds it. They are forked, as importing vLLM takes 19 s there.
+stays in the caches on disk, where the self-test finds it. They are forked, as importing vLLM takes 19 s there. A forked
+process lacks its parent's threads, so whatever waits for those, as PyTorch's parallel operations would, waits forever:
+each uses one thread for these.
 """
 
 from __future__ import annotations
@@ -60,4 +62,5 @@ def _compile(
     parent: int, reader: Connection, names: list[str], compile_kernels: Callable[[list[str], torch.device], None]
 ) -> None:
     end_with(parent)
+    torch.set_num_threads(1)
     compile_kernels(names, reader.recv())

@@ -7,9 +7,9 @@ import functools
 import torch
 
 from ..formats import FORMATS
+from ..gpu_generations import LEAST_CAPABILITY
 from ..kernels.cpu.compiler import BuildError, best_target, find_compiler, processor
-from ..kernels.cuda import refusal
-from ..refusals.table import LEAST_CAPABILITY
+from ..kernels.served import CUDA, Engine, Pairs, who_serves
 from .checks import SHAPES
 
 GIB = 1 << 30
@@ -90,9 +90,11 @@ def kernels(device: torch.device) -> tuple[str, ...]:
     if device.type == "cpu":
         return ("auto",)
     capability = torch.cuda.get_device_capability(device)
-    served = [
-        refusal(capability, shape.head_dim, shape.group, shape.longest, group_bits=fmt.group_bits(shape.head_dim))
+    served = {
+        who_serves(
+            Engine("cuda", capability, longest_decode=shape.longest), Pairs(fmt, shape.head_dim, shape.group)
+        ).kernel
         for shape in SHAPES
         for fmt in FORMATS.values()
-    ]
-    return ("auto", "triton") if None in served else ("auto",)
+    }
+    return ("auto", "triton") if CUDA in served else ("auto",)

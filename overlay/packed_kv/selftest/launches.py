@@ -12,12 +12,13 @@ from vllm.v1.worker.workspace import init_workspace_manager
 
 from ..attention import cpu
 from ..attention.choice import Limits
+from ..attention.factory import latent_kernels, pair_kernels
 from ..attention.latent import cpu as latent_cpu
-from ..attention.latent.in_pytorch import PrefixChunk, RecentContext, ReferenceLatents
-from ..attention.layer import PairAttention, PairKernels
+from ..attention.latent.in_pytorch import PrefixChunk, RecentContext
+from ..attention.layer import PairAttention
+from ..attention.layouts import EngineLimits, LatentLayout, PairLayout
 from ..attention.metadata import Batch, PackedMetadata
-from ..attention.protocols import DecodeBatch, DecodeKernel, NewTokens, PrefillKernel, StoreKernel
-from ..attention.store import LatentStore, PairStore
+from ..attention.protocols import DecodeBatch, NewTokens
 from ..attention.warmup import PairWarmup, release, warm_up_latents
 from ..codecs.latent import LatentCodec
 from ..codecs.pages import PagedCodec
@@ -31,7 +32,7 @@ from ..window.step import WindowStep
 from .requests import BLOCK, RING_BLOCK, RequestBatch, Shape, ring_blocks
 
 HEAD_DIMS = (64, 128)
-PYTORCH = "PyTorch"
+PYTORCH, CPP = "PyTorch", "C++"
 """The route of layers that no kernel serves."""
 
 
@@ -64,19 +65,25 @@ class PairLayer:
     ) -> None:  # fmt: skip
         self.shape, self.dtype = shape, dtype
         self.codec = PagedCodec(fmt, shape.head_dim, device=device)
-        layer = (self.codec, shape.query_heads, shape.kv_heads, AttentionOptions(shape.head_dim**-0.5))
-        sizes = (dtype, Limits(shape.longest, max_requests), max_tokens)
-        kernels = cuda_kernels(layer, kernel, *sizes) if device.type == "cuda" else cpu_kernels(fmt, layer, *sizes)
-        store, decode, prefill, self.kernel = kernels
-        writes = PairStore(store, None if decode is None else decode.kind)
-        self.attention = PairAttention(PairKernels(*layer, writes, decode, prefill))
-        self.own_is_raw = prefill is not None
+        flash, options = None, AttentionOptions(shape.head_dim**-0.5)
+        if device.type == "cuda":
+            from ..attention.prefill import find_flash_attention  # imports Triton, which the CPU platform may lack
+
+            flash = find_flash_attention(shape.head_dim, shape.head_dim, dtype, None)
+        engine = EngineLimits(
+            device, dtype, Limits(shape.longest, max_requests), max_tokens, max_tokens, kernel, has_ring=True
+        )
+        layout = PairLayout(self.codec, shape.query_heads, shape.kv_heads, options, engine.limits)
+        kernels = pair_kernels(fmt, layout, engine, flash)
+        self.kernel = PYTORCH if kernels.decode is None else kernels.decode.language
+        self.attention = PairAttention(kernels)
+        self.own_is_raw = kernels.prefill is not None
         """True if a prompt's rows read the step's own tokens before quantisation."""
         self.window = _window_layer(shape) if shape.window else None
 
     def compile_ahead(self) -> None:
         """Have all kernels of the layer compiled in other threads, as vLLM's profiling run does."""
-        if self.kernel in (PYTORCH, "C++"):
+        if self.kernel in (PYTORCH, CPP):
             return
         shape, device = self.shape, self.codec.key.device
         query, key, value = (
@@ -88,7 +95,7 @@ class PairLayer:
     def compile_step(self, batch: RequestBatch, *tensors: torch.Tensor) -> None:
         """Have the kernels of a step of decodes compiled in other threads. tensors: query, key, value, cache, ring and
         output, see `forward`; a block of cache and ring will do."""
-        if self.kernel in (PYTORCH, "C++"):
+        if self.kernel in (PYTORCH, CPP):
             return
         kernels = self.attention.kernels
         with Ahead():
@@ -144,15 +151,16 @@ class LatentLayer:
         self.shape, self.dtype, self.scale = shape, dtype, shape.head_dim**-0.5
         self.codec = LatentCodec(fmt, rank, rope_dim, device)
         self.window = _window_layer(shape) if shape.window else None
-        if device.type == "cuda":
-            self.kernels, self.kernel = cuda_latents(self.codec, shape, dtype, kernel, max_requests)
-        else:
-            self.kernels, self.kernel = cpu_latents(fmt, self.codec, self.scale, dtype)
+        # No tokens: on a CPU the workspace grows with the batches.
+        engine = EngineLimits(device, dtype, Limits(shape.longest, max_requests), 0, 0, kernel)
+        layout = LatentLayout(self.codec, shape.group, self.scale, dtype, engine.limits, None, shape.window)
+        self.kernels = latent_kernels(fmt, layout, engine)
+        self.kernel = self.kernels.decode.language
 
     def compile_ahead(self) -> None:
         """Have all kernels of the layer compiled in other threads, and take the workspace."""
         if self.kernel not in (PYTORCH, "C++"):
-            self.kernels[1].reserve()
+            self.kernels.decode.reserve()
             warm_up_latents(self.kernels, BLOCK, self.shape.head_dim, self.window)
 
     def store(
@@ -160,7 +168,7 @@ class LatentLayer:
         ring: torch.Tensor | None,
     ) -> Ring | None:  # fmt: skip
         """Store a step's latents [rows, rank] and RoPE channels [rows, rope_dim], and return the requests' ring."""
-        kernel, slots, held = self.kernels[0].kernel, None, None
+        kernel, slots, held = self.kernels.store.kernel, None, None
         if self.window is not None and ring is not None:
             slots, first = _fill_slots(self.window, batch, *self._bounds(batch))
             held = Ring(ring, batch.ring_table, first, self.shape.window)
@@ -173,7 +181,7 @@ class LatentLayer:
         ends = torch.tensor([0, *batch.lengths], device=cache.device).cumsum(0).to(torch.int32)
         chunk = PrefixChunk(torch.zeros_like(lengths), ends, max(batch.lengths), lengths)
         recent = None if ring is None else RecentContext(ring, lengths)
-        self.kernels[2].gather(cache, batch.block_table, chunk, rows, recent)
+        self.kernels.prefix.gather(cache, batch.block_table, chunk, rows, recent)
 
     def decode(
         self, batch: RequestBatch, q_latent: torch.Tensor, q_rope: torch.Tensor, cache: torch.Tensor, ring: Ring | None
@@ -181,67 +189,13 @@ class LatentLayer:
         """Attend: queries [rows, heads, rank] and [rows, heads, rope_dim] -> [rows, heads, rank], overwritten later."""
         starts, lengths = self._bounds(batch)
         decodes = DecodeBatch(batch.block_table, starts, lengths, batch.starts[-1], batch.longest, ring=ring)
-        kernel = self.kernels[1]
+        kernel = self.kernels.decode
         output, _ = kernel.attend(kernel.prepare(decodes), cache, (q_latent, q_rope), ring)
         return output
 
     def _bounds(self, batch: RequestBatch) -> tuple[torch.Tensor, torch.Tensor]:
         starts, lengths = (torch.tensor(x, dtype=torch.int32) for x in (batch.starts, batch.lengths))
         return starts.to(self.codec.device), lengths.to(self.codec.device)
-
-
-Kernels = tuple[StoreKernel, DecodeKernel[Any, None] | None, PrefillKernel | None, str]
-"""Kernels of the store, of decodes and of prefill, and the name of the decode kernel."""
-PairSizes = tuple[PagedCodec, int, int, AttentionOptions]
-"""Codec, query heads, KV heads and options of a layer."""
-
-
-def cuda_kernels(layer: PairSizes, kernel: str, dtype: torch.dtype, limits: Limits, max_tokens: int) -> Kernels:
-    """Return the kernels that `PackedAttentionImpl` makes on a GPU."""
-    # These import Triton, which the CPU platform may lack.
-    from ..attention.decode import HopperPairs, PairLayout, pair_kernel
-    from ..attention.prefill import FlashPrefill, find_flash_attention
-    from ..attention.triton_store import TritonPairStore
-
-    codec, _, kv_heads, _ = layer
-    layout = PairLayout(*layer, limits)
-    rotation = layout.rotation()
-    decode = pair_kernel(layout, rotation, kernel)
-    flash = find_flash_attention(codec.key.head_dim, codec.value.head_dim, dtype, None)
-    prefill = None if flash is None else FlashPrefill(*layer, max_tokens, limits.max_requests, flash)
-    name = "CUDA" if isinstance(decode, HopperPairs) else "Triton"
-    return TritonPairStore(codec, kv_heads, rotation), decode, prefill, name
-
-
-def cpu_kernels(fmt: Format, layer: PairSizes, dtype: torch.dtype, limits: Limits, max_tokens: int) -> Kernels:
-    """Return the kernels that `PackedAttentionImpl` makes on a CPU: without a C++ compiler, in PyTorch."""
-    sizes = cpu.Sizes(max_tokens, dtype, engine=0)
-    store, decode, prefill = cpu.find_kernels(fmt, layer[0].key.head_dim, *layer, sizes)
-    return store, decode, prefill, PYTORCH if decode is None else "C++"
-
-
-OverLatents = tuple[LatentStore, Any, Any]
-"""`LatentKernels` as `LatentAttentionImpl` makes them."""
-
-
-def cuda_latents(
-    codec: LatentCodec, shape: Shape, dtype: torch.dtype, kernel: str, max_requests: int
-) -> tuple[OverLatents, str]:
-    """Return the kernels of a GPU, and the name of the decode kernel."""
-    from ..attention.latent.decode import HopperLatents, LatentLayout, latent_kernel
-    from ..attention.latent.prefix import TritonLatentPrefix
-    from ..attention.triton_store import TritonLatentStore
-
-    sizes = shape.group, shape.head_dim**-0.5, dtype, Limits(shape.longest, max_requests)
-    decode = latent_kernel(LatentLayout(codec, *sizes, None, shape.window), kernel)
-    kernels = LatentStore(TritonLatentStore(codec)), decode, TritonLatentPrefix(codec)
-    return kernels, "CUDA" if isinstance(decode, HopperLatents) else "Triton"
-
-
-def cpu_latents(fmt: Format, codec: LatentCodec, scale: float, dtype: torch.dtype) -> tuple[OverLatents, str]:
-    """Return the kernels of a CPU, and the name of the decode kernel: without a C++ compiler, PyTorch."""
-    store, decode, prefix = latent_cpu.find_kernels(fmt, codec, scale, None, dtype, is_shard=False)
-    return (LatentStore(store), decode, prefix), PYTORCH if isinstance(decode, ReferenceLatents) else "C++"
 
 
 def _window_layer(shape: Shape) -> WindowLayer:

@@ -17,7 +17,7 @@ from ..formats import Format
 from ..layout import MICRO_BLOCK, ring_slot_bytes
 from ..vllm_compat import cpu_instructions, cpu_ops
 from .checks import Check, vectors
-from .launches import PYTORCH, PairLayer
+from .launches import CPP, PYTORCH, PairLayer
 from .reference import Source, attention, relative_rms
 from .requests import RING_BLOCK, RequestBatch, Requests, Shape
 
@@ -28,7 +28,7 @@ SIZES = {"cuda": (32, 8192, 16), "cpu": (8, 2048, 128)}
 DISTINCT_TOKENS = 512
 """Tokens that are stored, of one KV head: their blocks repeat, and the other heads have the same."""
 SWEEP_BYTES, TURNS = 1 << 26, 7
-BOUND = {"C++": 3e-4 + 2.0**-8, PYTORCH: 2.0**-8, "CUDA": 6e-3, "Triton": 6e-3}
+BOUND = {CPP: 3e-4 + 2.0**-8, PYTORCH: 2.0**-8, "CUDA": 6e-3, "Triton": 6e-3}
 """Relative RMS error in bf16, whose outputs are rounded to 2^-8, as in `checks.DECODE_BOUND`."""
 
 

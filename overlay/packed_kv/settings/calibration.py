@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -34,6 +36,8 @@ WORDS = {
     "value_scale": "scales of values",
 }
 """Names in the log of the parts of a layer's calibration, in the names of `LayerCalibration.known`."""
+OVERRIDES = ("hf_overrides", "hf_config_path")
+"""Arguments of an engine that change its model's configuration."""
 DRAFTS = {"mtp", "draft_model"}
 """Parts of the names of layers that are a draft's, though their numbers are those of the model's layers."""
 
@@ -106,7 +110,7 @@ def read_calibration(config: VllmConfig) -> Calibration | None:
         head_size=head_size,
         every_layer=not has_other_layers,
     )
-    calibration.check_rope(rope_parameters(model.hf_text_config))
+    calibration.check_rope(rope_parameters(model.hf_text_config), f"{_command(model)} --out {shlex.quote(str(path))}")
     return calibration
 
 
@@ -131,10 +135,10 @@ def find_calibration(config: VllmConfig, fmt: Format) -> RankCalibration | None:
         has_draft=config.speculative_config is not None,
     )
     no_means = all(layer.key.mean is None for layer in calibration.layers.values())
-    hint = f"; it has no means of keys, which tq-calibrate model {model.model} would find" if no_means else ""
+    hint = f"; it has no means of keys, which {_command(model)} would find" if no_means else ""
     turns = any(rope["rope_type"] not in VARYING for rope in rope_parameters(model.hf_text_config).values())
     if not no_means and turns and calibration.version < FIRST_WITH_ROPES:
-        hint = f"; its means of keys are for short contexts, tq-calibrate model {model.model} makes them for all"
+        hint = f"; its means of keys are for short contexts, {_command(model)} makes them for all"
     logger.info_once(
         "KV cache calibration: %s for %s from %s, made for %s%s",
         rank.uses() or "nothing",
@@ -177,7 +181,17 @@ def _say_that_there_is_none(path: Path, fmt: Format, model: ModelConfig) -> None
 
 
 def _command(model: ModelConfig) -> str:
-    return f"tq-calibrate model {model.model}"
+    """A command that makes a file for the model as this engine has it, with another configuration where it has one."""
+    given = {name: value for name in OVERRIDES if (value := getattr(model, name, None))}
+    command = f"tq-calibrate model {shlex.quote(model.model)}"
+    if not given:
+        return command
+    try:
+        return f"{command} --engine vllm --engine-options {shlex.quote(json.dumps(given))}"
+    except TypeError:  # a function, which a command cannot be given
+        return (
+            f"{command} --engine vllm --engine-options JSON (with hf_overrides that do what the engine's function does)"
+        )
 
 
 def _why_no_file(model: ModelConfig) -> str:
@@ -192,12 +206,13 @@ def transforms_of_model(config: VllmConfig, fmt: Format) -> dict[int, dict[str, 
     """Calibration that the pages of a format depend on: layer -> `LayerCalibration.known` of all heads.
 
     Needs no process group and is the same on every rank. Empty where nothing is changed by calibration. Raises
-    CalibrationError for a file that cannot be read; whether it fits the model, `find_calibration` says.
+    CalibrationError for a file that cannot be read, or that the options name and that is not there; whether it fits the
+    model, `find_calibration` says.
     """
     model = config.model_config
     named = read_options(config.additional_config).calibration
     path = named or model_folder(model.model, model.revision) / FILE_NAME
-    if not path.is_file():
+    if named is None and not path.is_file():
         return {}
     file = load(path)
     whole = RankCalibration(file, fmt, tp_size=1, tp_rank=0, has_draft=False)

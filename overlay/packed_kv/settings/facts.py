@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from vllm.platforms import current_platform
 
@@ -112,7 +112,14 @@ def is_draft(config: VllmConfig) -> bool:
 
 def auto_cache(config: VllmConfig) -> str:
     """The dtype that `--kv-cache-dtype auto` would be by the checkpoint; "": the model's own."""
-    return asked_cache(getattr(config.model_config.hf_config, "quantization_config", None) or {})
+    return asked_cache(quantization_of(config))
+
+
+def quantization_of(config: VllmConfig) -> dict[str, Any]:
+    """The checkpoint's quantization, by the field that vLLM reads; {}: it has none."""
+    model = config.model_config.hf_config
+    fields = (getattr(model, name, None) for name in ("quantization_config", "compression_config"))
+    return next(filter(None, fields), {})
 
 
 MORE_CACHES = ("loop_num", "total_ut_steps", "H_cycles", "n_recurrent_loops")

@@ -81,7 +81,7 @@ def read_options(additional_config: object) -> Options:
     if type(rope_bits) is not int or rope_bits not in ROPE_BITS:
         said = f"--additional-config: packed_kv.latent_rope_bits is {_shown(rope_bits)}"
         raise OptionError(f"{said}; write {KEYS['latent_rope_bits']}")
-    return Options(Path(path).expanduser() if isinstance(path, str) else None, recent, kernel, rope_bits)
+    return Options(Path(os.path.expanduser(path)) if isinstance(path, str) else None, recent, kernel, rope_bits)
 
 
 def given_options(additional_config: object) -> dict[str, Any]:

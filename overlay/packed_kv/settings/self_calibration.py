@@ -8,15 +8,14 @@ memory with it when it ends. The engine core does so, before it starts its worke
 
 from __future__ import annotations
 
+import atexit
 import contextlib
-import fcntl
 import hashlib
 import json
 import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +25,10 @@ from vllm.logger import init_logger
 
 from ..calibration_content import VERSION
 from ..calibration_file import FILE_NAME, CalibrationError, load
+from ..model.rope import longest_with_short_factors, rope_parameters
+from ..private_file import Untrusted, locked, open_own, own_folder, sweep, temporary_folder, why_not_replaced
 from .calibration import model_folder
+from .model_options import MODEL_OPTIONS, TOKENIZER_OPTIONS, model_numbers, options_of
 from .options import AUTO, KEY, given_options
 
 if TYPE_CHECKING:
@@ -39,15 +41,15 @@ CONTEXT = 2048
 STATISTICS = 2
 """Version of tq-calibrate's statistics: increment it when its choices change, so that engines have their files
 regenerated. 2: keys are weighed by the attention that they get."""
-MODEL_OPTIONS = (
-    "tokenizer", "tokenizer_mode", "tokenizer_revision", "revision", "code_revision", "trust_remote_code",
-    "quantization", "quantization_config", "hf_overrides", "hf_config_path", "config_format", "model_impl",
-)  # fmt: skip
-"""Arguments of an engine that decide what its model computes; with its dtype and `load_format`."""
 PROGRESS = ("loading ", "calibrating: ", "choosing: ")
 """Beginnings of the lines in which tq-calibrate tells how far it is."""
 TOKENIZERS = ("tokenizer", "vocab", "tekken", "tiktoken", "spiece", "sentencepiece", "qwen.tiktoken", "spm")
 """Beginnings of the names of a tokenizer's files; "tokenizer" also begins tokenizer.json and tokenizer.model."""
+ANOTHER = "VLLM_CACHE_ROOT or XDG_CACHE_HOME names another folder"
+WAITING = "KV cache calibration: another process is making %s; waiting"
+UNTIL_EXIT = contextlib.ExitStack()
+"""Holds the folder of a file that is for this process alone."""
+atexit.register(UNTIL_EXIT.close)
 SUFFIXES = {".safetensors", ".bin", ".pt", ".pth", ".gguf", ".json", ".model", ".tiktoken", ".py"}
 """Suffixes of the files of a folder that make a model."""
 
@@ -62,14 +64,24 @@ def resolve_auto(config: VllmConfig) -> None:
         return
     path = settled_file(config)
     if path.name != FILE_NAME:
-        _ensure(path, config)
+        path = _ensure(path, config)
     config.additional_config = {**config.additional_config, KEY: {**options, "calibration": str(path)}}
 
 
 def settled_file(config: VllmConfig) -> Path:
-    """The file that "auto" stands for: that of the model's folder, or else one in the user's cache, there or not."""
-    path = model_folder(config.model_config.model, config.model_config.revision) / FILE_NAME
-    return path if path.is_file() else cached_file(config)
+    """The file that "auto" stands for: that of the model's folder, unless it was made for another RoPE, or else one in
+    the user's cache, there or not."""
+    model = config.model_config
+    path = model_folder(model.model, model.revision) / FILE_NAME
+    if not path.is_file():
+        return cached_file(config)
+    try:
+        fault = load(path).other_rope(rope_parameters(model.hf_text_config))
+    except CalibrationError:
+        return path  # the engine says what is wrong with it
+    if fault:
+        logger.info("KV cache calibration: %s is passed over: %s", path, fault)
+    return cached_file(config) if fault else path
 
 
 def cached_file(config: VllmConfig) -> Path:
@@ -82,9 +94,12 @@ def cached_file(config: VllmConfig) -> Path:
         "statistics": STATISTICS,
         "files": _identity(model),
         "options": _model_options(config),
+        "numbers": model_numbers(config),
         "dtype": _dtype(model),
         "context": min(CONTEXT, model.max_model_len),
     }
+    if (short := longest_with_short_factors(rope_parameters(model.hf_text_config))) is not None:
+        decides["long_factors"] = model.max_model_len > short
     digest = hashlib.sha256(json.dumps(decides, sort_keys=True).encode()).hexdigest()[:16]
     name = re.sub(r"[^\w.-]+", "-", model.model.rstrip("/").rpartition("/")[2])
     return Path(vllm.envs.VLLM_CACHE_ROOT) / "packed_kv" / f"{name}-{digest}.json"
@@ -96,18 +111,18 @@ def _identity(model: ModelConfig) -> list[Any]:
     if not path.exists():
         return [model.model, model_folder(model.model, model.revision).name]
     files = [path] if path.is_file() else sorted(path.iterdir())
-    states = [(file.name, file.stat()) for file in files if file.suffix in SUFFIXES and file.name != FILE_NAME]
+    counted = [file for file in files if file.suffix in SUFFIXES and file.name != FILE_NAME]
+    states = [(file.name, file.stat()) for file in counted if os.path.exists(file)]  # a link may lead nowhere
     return [str(path.resolve()), *([name, state.st_size, state.st_mtime_ns] for name, state in states)]
 
 
 def _model_options(config: VllmConfig) -> dict[str, Any]:
     """Arguments of vLLM's `LLM` with which another engine runs the same model. Raises CalibrationError."""
     model = config.model_config
-    found = {name: getattr(model, name, None) for name in MODEL_OPTIONS}
-    found["load_format"] = config.load_config.load_format
-    if found["quantization_config"] == resolve_quantization_config(model.quantization, None):
-        del found["quantization_config"]  # a name says it all
-    options = {name: value for name, value in found.items() if value and (name, value) != ("tokenizer", model.model)}
+    found = {**options_of(config, (*MODEL_OPTIONS, *TOKENIZER_OPTIONS)), "load_format": config.load_config.load_format}
+    if found.get("quantization_config") == resolve_quantization_config(model.quantization, None):
+        found.pop("quantization_config", None)  # a name says it all
+    options = {name: value for name, value in found.items() if (name, value) != ("tokenizer", model.model)}
     for name, value in options.items():
         try:
             json.dumps(value)
@@ -123,35 +138,53 @@ def _dtype(model: ModelConfig) -> str:
     return str(model.dtype).removeprefix("torch.")
 
 
-def _ensure(path: Path, config: VllmConfig) -> None:
-    """Have the file made, unless it is there. Raises CalibrationError."""
+def _ensure(path: Path, config: VllmConfig) -> Path:
+    """Return the path of the file, made unless it is there: `path`, or one below TMPDIR for this process alone where
+    others can write the cache, or nobody. Raises CalibrationError."""
     try:
-        if not path.is_file():
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with _alone(path.with_suffix(".lock")) as lock:
-                if not path.is_file():
-                    _calibrate(path, config, lock)
-    except OSError as error:
-        raise CalibrationError(
-            f'packed_kv.calibration "auto": {path.parent} cannot be written ({error.strerror}); VLLM_CACHE_ROOT or '
-            "XDG_CACHE_HOME names another folder"
-        ) from error
+        with own_folder(path.parent, ANOTHER) as folder:
+            if not _is_there(folder, path):
+                with locked(folder, path.with_suffix(".lock"), lambda: logger.info(WAITING, path)) as lock:
+                    _make(folder, path, config, lock)
+    except (Untrusted, OSError) as error:
+        logger.warning("KV cache calibration: none is kept, and one is made at each start: %s", error)
+        try:
+            made, lock = UNTIL_EXIT.enter_context(temporary_folder())
+        except OSError as full:
+            raise CalibrationError(f'packed_kv.calibration "auto": TMPDIR cannot be written to ({full})') from full
+        path = made / path.name
+        _calibrate(path, config, lock)
     try:
         load(path)
     except CalibrationError as error:
         raise CalibrationError(f"{error}, or delete it: it is a file of the cache") from error
+    return path
 
 
-@contextlib.contextmanager
-def _alone(path: Path) -> Iterator[int]:
-    """Wait for a lock and hold it. Yields its file descriptor: the lock is free when all copies of it are closed."""
-    with open(path, "w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            logger.info("KV cache calibration: another process is making %s; waiting", path.with_suffix(".json"))
-            fcntl.flock(file, fcntl.LOCK_EX)
-        yield file.fileno()
+def _is_there(folder: int, path: Path) -> bool:
+    """Return whether the cache has a file of this user's."""
+    try:
+        os.close(open_own(folder, path))
+    except (FileNotFoundError, Untrusted):
+        return False
+    return True
+
+
+def _make(folder: int, path: Path, config: VllmConfig, lock: int) -> None:
+    """Have the file made, unless another process was faster; one that is not this user's is deleted before. Raises
+    CalibrationError, Untrusted and OSError."""
+    sweep(path.parent)
+    try:
+        os.close(open_own(folder, path))
+        return
+    except FileNotFoundError:
+        pass
+    except Untrusted as error:
+        os.unlink(path.name, dir_fd=folder)
+        logger.warning("KV cache calibration: %s; it was deleted and is made again", error.reason)
+    if reason := why_not_replaced(path):
+        raise Untrusted(reason, ANOTHER)
+    _calibrate(path, config, lock)
 
 
 def _check_tokenizer(model: ModelConfig) -> None:
@@ -176,6 +209,7 @@ def _calibrate(path: Path, config: VllmConfig, lock: int) -> None:
         "enable_expert_parallel": parallel.enable_expert_parallel,
         "gpu_memory_utilization": config.cache_config.gpu_memory_utilization,
         "download_dir": config.load_config.download_dir,
+        "max_model_len": model.max_model_len,
     }
     command = [
         *(sys.executable, "-P", "-m", "tq_calibrate", "model", model.model, "--engine", "vllm", "--out", str(path)),

@@ -7,6 +7,7 @@ function of its `kv_cache_utils` is wrapped.
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -61,7 +62,7 @@ class AdapterKeys:
 def adapter_identity(path: str) -> str:
     """Identity of an adapter's weights: the commit of one of the Hugging Face Hub, or the content of a folder's files,
     wherever they lie; of one that is nowhere yet its name."""
-    folder = Path(path).expanduser()
+    folder = Path(os.path.expanduser(path))
     if not folder.exists():
         config = try_to_load_from_cache(path, CONFIG)
         if not isinstance(config, str):

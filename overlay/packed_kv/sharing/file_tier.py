@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vllm.logger import init_logger
+from vllm.v1.kv_offload.base import LookupResult
 from vllm.v1.kv_offload.tiering.base import JobResult, TransferJob
 from vllm.v1.kv_offload.tiering.fs.io import O_DIRECT
 from vllm.v1.kv_offload.tiering.fs.manager import FileSystemTierManager
@@ -33,7 +34,7 @@ from ..vllm_compat import TierInternals, count_chunks
 from .tiers import private_folder
 
 if TYPE_CHECKING:
-    from vllm.v1.kv_offload.base import OffloadingSpec
+    from vllm.v1.kv_offload.base import OffloadingSpec, OffloadKey, ReqContext
 
 logger = init_logger("vllm.packed_kv")
 
@@ -42,16 +43,20 @@ FOOTER = 4096
 MAGIC = b"packedkv"
 
 
-def write_pages(path: Path, root: Path, pages: memoryview, direct: bool) -> None:
+class StuckPages(OSError):
+    """Damaged pages that cannot be deleted, so that none can be written in their place."""
+
+
+def write_pages(path: Path, root: Path, pages: memoryview, direct: bool) -> bool:
     """Write a file of pages (bytes) and its footer below `root`, for its owner alone (0600, in folders of 0700).
 
-    Leaves a file of the right size as it is; anything else in its place gives way. Another process sees all of the file
-    or nothing. Raises OSError.
+    Leaves a file of the right size as it is, and returns False; anything else in its place gives way. Another process
+    sees all of the file or nothing. Raises OSError.
     """
     if os.path.lexists(path):
         found = path.lstat()
         if stat.S_ISREG(found.st_mode) and found.st_size == len(pages) + FOOTER:
-            return
+            return False
         _clear(path)
     private_folder(path.parent)
     temporary = path.with_name(f"{path.name}_{os.getpid()}_{os.urandom(4).hex()}.tmp")
@@ -64,6 +69,7 @@ def write_pages(path: Path, root: Path, pages: memoryview, direct: bool) -> None
         if written != len(pages) + FOOTER:
             raise OSError(f"{path}: {written} of {len(pages) + FOOTER} bytes written")
         temporary.replace(path)
+        return True
     except OSError:
         temporary.unlink(missing_ok=True)
         raise
@@ -72,7 +78,8 @@ def write_pages(path: Path, root: Path, pages: memoryview, direct: bool) -> None
 def read_pages(path: Path, root: Path, pages: memoryview, direct: bool) -> None:
     """Fill `pages` (bytes) with those of a file below `root`, and wait for no FIFO or device in its place.
 
-    Raises OSError, and makes room where something else has the file's name, so that the file can be written again.
+    Raises OSError, and makes room where something else has the file's name, so that the file can be written again;
+    StuckPages where it cannot.
     """
     try:
         is_whole = _read(path, root, pages, direct)
@@ -83,7 +90,13 @@ def read_pages(path: Path, root: Path, pages: memoryview, direct: bool) -> None:
             raise  # too many open files, a failing disk: no reason to remove it
         is_whole = False
     if not is_whole:
-        moved = _clear(path)
+        try:
+            moved = _clear(path)
+        except OSError as error:
+            raise StuckPages(
+                f"{path} is truncated, corrupted or another engine's, and cannot be deleted ({error.strerror}): "
+                "treated as a cache miss, and not written again before a restart; delete it"
+            ) from error
         what = f"moved to {moved.name}" if moved else "deleted"
         raise OSError(f"{path} is truncated, corrupted or another engine's: treated as a cache miss and {what}")
 
@@ -181,6 +194,8 @@ class PackedFileTier(FileSystemTierManager):
             (own / "config.json").chmod(0o600)
         self.failed_stores: set[int] = set()
         self.can_write = True
+        self.stuck: set[Path] = set()
+        """Paths of damaged pages that cannot be deleted."""
         self.lock = threading.Lock()
         self._tell_of_others()
 
@@ -188,7 +203,10 @@ class PackedFileTier(FileSystemTierManager):
         """One line where a folder has pages, and none that this engine can read."""
         own = Path(self.file_mapper.base_path)
         # os.path's is False where the folder may not be entered (lost+found), and Path's raises.
-        others = [entry for entry in self.root.iterdir() if os.path.isfile(entry / "config.json")]
+        try:
+            others = [entry for entry in self.root.iterdir() if os.path.isfile(entry / "config.json")]
+        except OSError:  # a folder that may be written, but not listed
+            return
         if len(others) > 1 and not own.with_name(f"{own.name}_r{self.file_mapper.rank}").is_dir():
             logger.warning(
                 "KV pages on disk: %s holds only pages of other models, dtypes, calibrations, versions or ranks "
@@ -196,6 +214,14 @@ class PackedFileTier(FileSystemTierManager):
                 self.root,
                 own.name,
             )
+
+    def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
+        if self.stuck and self._path(key) in self.stuck:
+            return LookupResult.MISS
+        return super().lookup(key, req_context)
+
+    def _path(self, key: OffloadKey) -> Path:
+        return Path(self.file_mapper.get_file_name(key))
 
     def submit_store(self, job_metadata: TransferJob) -> None:
         job = job_metadata.job_id
@@ -222,7 +248,7 @@ class PackedFileTier(FileSystemTierManager):
         """A part of a job's chunks for each thread, in order: (path, pages) and the number of the first of them."""
         view, size = self.pages, self.chunk_bytes
         chunks = [
-            (Path(self.file_mapper.get_file_name(key)), view[int(chunk) * size : (int(chunk) + 1) * size])
+            (self._path(key), view[int(chunk) * size : (int(chunk) + 1) * size])
             for key, chunk in zip(job.keys, job.chunk_ids, strict=True)
         ]
         each = -(-len(chunks) // self.threads)
@@ -234,9 +260,11 @@ class PackedFileTier(FileSystemTierManager):
     def _store(self, job: int, _first: int, chunks: Sequence[tuple[Path, memoryview]]) -> None:
         """Write chunks, in a thread. A later lookup misses what cannot be written: one line of the log, until
         something can be written again."""
+        has_written = False
         try:
             for path, pages in chunks:
-                write_pages(path, self.root, pages, self.internals.use_o_direct)
+                if path not in self.stuck:
+                    has_written |= write_pages(path, self.root, pages, self.internals.use_o_direct)
         except OSError as error:
             self.failed_stores.add(job)
             self.internals.store_keys.pop(job, None)  # of which vLLM would tell others
@@ -245,7 +273,7 @@ class PackedFileTier(FileSystemTierManager):
                     "KV pages on disk: cannot write into %s (%s); new pages are not stored", self.root, error
                 )
         else:
-            if self._is_news(can_write=True):
+            if has_written and self._is_news(can_write=True):
                 logger.info("KV pages on disk: writing into %s works again", self.root)
 
     def _is_news(self, can_write: bool) -> bool:
@@ -264,6 +292,8 @@ class PackedFileTier(FileSystemTierManager):
                 read_pages(path, self.root, pages, self.internals.use_o_direct)
             except OSError as error:
                 failed.append((number, error))
+                if isinstance(error, StuckPages):
+                    self.stuck.add(path)
         if failed:
             number, reason = failed[0]
             with self.lock:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..settings.calibration import model_folder
+from ..settings.model_options import model_numbers
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -26,19 +27,14 @@ LONGEST_HEADER = 100_000_000
 
 
 def model_identity(config: VllmConfig) -> list[Any]:
-    """Identity of a model's keys and values: its weights, and the options that change its numbers.
+    """Identity of a model's keys and values: its weights, and all else that decides its numbers.
 
     A model of the Hugging Face Hub counts by its commit; a folder or file by its content, whatever its path and times.
     """
     model = config.model_config
-    named = {
-        name: value if isinstance(value, str | dict) else getattr(value, "__qualname__", str(value))
-        for name in ("dtype", "quantization", "hf_overrides", "model_weights")
-        if (value := getattr(model, name, None))
-    }
-    if config.load_config.load_format == "dummy":
-        named["dummy weights"] = str(getattr(model, "seed", None))
-    return [_weights(model.model, model.revision), json.dumps(named, sort_keys=True, default=str)]
+    # Of a model that is streamed from a store, `model` is a copy without weights.
+    source = getattr(model, "model_weights", "")
+    return [_weights(model.model, model.revision), source, model_numbers(config)]
 
 
 def _weights(model: str, revision: str | None) -> str:

@@ -83,19 +83,16 @@ def _unusable(root: str) -> str:
             probe.write_bytes(bytes(4096))
         finally:
             probe.unlink(missing_ok=True)
-    except OSError as error:
-        return str(error)
+    except (OSError, ValueError) as error:  # ValueError: a NUL
+        return f"root_dir {root!r}: {error}"
     return ""
 
 
 def private_folder(path: Path) -> None:
     """Make a folder and those above it, where they are missing, for their owner alone: pages tell prompts. Raises
-    OSError."""
-    try:
-        path.mkdir(0o700)
-    except FileExistsError:
-        if not path.is_dir():
-            raise
-    except FileNotFoundError:
-        private_folder(path.parent)
-        private_folder(path)
+    OSError; also where the folder above is there and takes none, as /proc or a working directory that was removed."""
+    if path.is_dir():
+        return
+    for folder in reversed((path, *path.parents)):
+        if not folder.is_dir():
+            folder.mkdir(0o700, exist_ok=True)

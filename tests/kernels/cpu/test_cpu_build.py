@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import multiprocessing
 import os
 import re
+import resource
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -170,6 +173,72 @@ def test_a_compiler_that_writes_no_library(cache: Path, tmp_path: Path, monkeypa
     script = '[ "$1" = --version ] && echo mycc 1.0 && exit; echo text > library.so'
     monkeypatch.setenv("CXX", str(program(tmp_path, "bad", script)))
     assert "cannot be loaded" in error_of(lambda: answer(3))
+
+
+def test_a_machine_that_makes_no_files_in_memory(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As seccomp and systemd deny memfd_create: a library is loaded from a folder."""
+
+    def denied(name: str) -> int:
+        raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
+
+    monkeypatch.setattr(os, "memfd_create", denied)
+    assert answer(3) == 3
+
+
+def test_files_that_may_not_be_large(cache: Path) -> None:
+    """As `ulimit -f` has it: neither the compiler nor this process can write the library."""
+    assert answer(3) == 3
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
+    try:
+        load_library.cache_clear()
+        kept, compiled = (error_of(lambda number=number: answer(number)) for number in (3, 4))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert "ulimit -f" in kept and "ulimit -f" in compiled and "cannot compile tiny.cpp" in compiled
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES])
+def test_a_folder_that_cannot_be_written(cache: Path, tmp_path: Path, monkeypatch, number: int) -> None:
+    def full(path: Path, text: str) -> None:
+        raise OSError(number, os.strerror(number), str(path))
+
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    monkeypatch.setattr(Path, "write_text", full)
+    line = error_of(lambda: answer(3))
+    assert f"{tmp_path}/packed_kv-" in line and f"as TMPDIR (now {tmp_path})" in line
+
+
+def test_a_folder_that_is_not_there(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "gone"))
+    line = error_of(lambda: answer(3))
+    assert f"{tmp_path}/gone/packed_kv-" in line and "as TMPDIR" in line
+
+
+def test_a_compiler_whose_folder_is_full(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    said = "tiny.cpp:1: fatal error: error writing to x.s: No space left on device"
+    script = f'[ "$1" = --version ] && echo mycc 1.0 && exit; echo "{said}" >&2; exit 1'
+    monkeypatch.setenv("CXX", str(program(tmp_path, "full", script)))
+    line = error_of(lambda: answer(3))
+    assert said in line and "as TMPDIR" in line and "as CXX" not in line
+
+
+def test_a_compiler_that_writes_nothing(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", str(program(tmp_path, "bad", "echo mycc 1.0")))
+    line = error_of(lambda: answer(3))
+    assert "library.so" in line and "as CXX" in line
+
+
+def test_a_library_of_the_cache_that_cannot_be_loaded(cache: Path, tmp_path: Path, monkeypatch) -> None:
+    """Its digest is right, but it is for instance of another C library: it is compiled again, once."""
+    monkeypatch.setenv("CXX", str(counting_compiler(tmp_path)))
+    assert answer(3) == 3
+    (file,) = cache.iterdir()
+    kernel_cache.load_or_compile(file.name, lambda: b"of another machine", again=True)
+    for _ in range(2):
+        load_library.cache_clear()
+        assert (answer(3), calls(tmp_path)) == (3, 2)
 
 
 def test_a_processor_without_long_vectors(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,26 +13,24 @@ import test_ring as ring_tests
 import torch
 from machine_code import resources
 from packed_kv.formats import FORMATS
-from packed_kv.kernels.cuda import CAPABILITY, COLUMNS, refusal
-from packed_kv.kernels.cuda.kernel import Compilation, block_of, machine_code
-from packed_kv.kernels.cuda.launch import (
+from packed_kv.gpu_generations import generation_of
+from packed_kv.kernels.cuda import COLUMNS, pass_tokens, runs_on
+from packed_kv.kernels.cuda.grids import (
     COLUMN_COUNTS,
     WARPS_PER_SM,
     Card,
     Grid,
-    Variant,
     column_count,
     columns_of_steps,
-    constants,
     grid,
     has_unpackers,
     kind_of,
     kinds,
     make_schedulers,
     pass_count,
-    pass_tokens,
-    program,
 )
+from packed_kv.kernels.cuda.kernel import Compilation, block_of, machine_code
+from packed_kv.kernels.cuda.launch import Variant, constants, program
 from packed_kv.layout import page_layout
 from test_decode import BOUND, DEVICE, relative_rms, transforms
 
@@ -40,7 +38,7 @@ KERNEL = "cuda emulated" if DEVICE == "cpu" else "cuda"
 if DEVICE == "cpu":
     runs = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 else:
-    unfit = torch.cuda.get_device_capability() != CAPABILITY
+    unfit = not runs_on(torch.cuda.get_device_capability())
     runs = pytest.mark.skipif(unfit, reason="needs a GPU of compute capability 9.0")
 on_gpu = pytest.mark.skipif(
     DEVICE == "cpu", reason="the emulator takes seconds for each, and the other cases cover the kernel's code"
@@ -204,24 +202,9 @@ def test_resources(name: str, centred: bool, columns: int, tmp_path: Path) -> No
     registers, stack, _ = resources(file)["decode"]
     threads, shared_bytes = block_of(file.read_bytes(), "decode")
     blocks = few.warps_per_sm // few.warps
-    warps = blocks * threads // 32
     spilled = 16 if columns <= 16 else 0 if int(values["UNPACKERS"]) else 48 if columns == 32 else 192
-    assert registers <= min(255, 65536 // (32 * warps)) and stack <= spilled
-    assert blocks * (shared_bytes + 1024) <= 228 * 1024  # with what the driver takes
-
-
-def test_refusal_names_what_the_kernel_does_not_take() -> None:
-    assert "8.9" in str(refusal((8, 9), 128, 4, 1))
-    assert "96" in str(refusal((9, 0), 96, 4, 1))
-    assert "4 query heads per KV head times 65 query tokens (at most 64 tokens)" in str(refusal((9, 0), 128, 4, 65))
-    assert "at most 20 tokens" in str(refusal((9, 0), 128, 12, 21)) and "at most 0" in str(refusal((9, 0), 128, 65, 1))
-    assert "window" in str(refusal((9, 0), 128, 4, 1, sliding_window=64))
-    assert "cap" in str(refusal((9, 0), 64, 4, 2, logits_soft_cap=30.0))
-    assert "sinks" in str(refusal((9, 0), 64, 4, 2, has_sinks=True))
-    assert "5 bits" in str(refusal((9, 0), 64, 4, 2, group_bits=(4, 5)))
-    assert "16385 requests at once (at most 16384)" in str(refusal((9, 0), 64, 4, 1, requests=16385))
-    assert "5462 requests at once (at most 5461)" in str(refusal((9, 0), 64, 16, 9, requests=5462))
-    assert "requests" not in str(refusal((9, 0), 64, 16, 9, requests=5461))
+    assert registers <= 255 and stack <= spilled
+    assert generation_of((9, 0)).resident_blocks(registers, shared_bytes, threads // 32) >= blocks
 
 
 @pytest.mark.parametrize("kv_heads", [1, 8])

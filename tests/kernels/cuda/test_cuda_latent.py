@@ -13,8 +13,8 @@ import torch
 from machine_code import dump, resources
 from packed_kv.codecs.latent import LatentCodec
 from packed_kv.formats import FORMATS
-from packed_kv.kernels.cuda import CAPABILITY, latent_refusal, latent_ring_launch
 from packed_kv.kernels.cuda import latent_launch as launch
+from packed_kv.kernels.cuda import latent_ring_launch, runs_on
 from packed_kv.kernels.cuda.kernel import block_of
 from packed_kv.layout import latent_layout
 from schedules import reference_latent_schedule
@@ -25,7 +25,7 @@ BOUND = 2e-3
 if DEVICE.type == "cpu":
     runs = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 else:
-    unfit = torch.cuda.get_device_capability() != CAPABILITY
+    unfit = not runs_on(torch.cuda.get_device_capability())
     runs = pytest.mark.skipif(unfit, reason="needs a GPU of compute capability 9.0")
 on_gpu = pytest.mark.skipif(DEVICE.type == "cpu", reason="the emulator takes seconds, and others cover the code")
 
@@ -293,12 +293,3 @@ def test_shares_of_the_ring() -> None:
     found = [latent_ring_launch.shares_of(heads * requests, 132) for heads, requests in ((64, 64), (20, 64), (16, 64))]
     assert found == [1, 2, 2]
     assert [latent_ring_launch.shares_of(20 * requests, 132) for requests in (1, 8, 16, 256)] == [8, 8, 8, 1]
-
-
-def test_refusal_names_what_the_kernel_does_not_take() -> None:
-    widths = (4, 3)
-    assert "8.9" in str(latent_refusal((8, 9), 512, 64, 16, 1, widths))
-    assert "256 channels" in str(latent_refusal((9, 0), 256, 64, 16, 1, widths))
-    assert "32 of RoPE" in str(latent_refusal((9, 0), 512, 32, 16, 1, widths))
-    assert "64 query heads times 3" in str(latent_refusal((9, 0), 512, 64, 64, 3, widths))
-    assert "5 bits" in str(latent_refusal((9, 0), 512, 64, 64, 2, (4, 5)))

@@ -13,19 +13,10 @@ from machine_code import resources
 from packed_kv.codecs import ring as reference
 from packed_kv.codecs.ring import Ring
 from packed_kv.formats import FORMATS
-from packed_kv.kernels.cuda import COLUMNS
+from packed_kv.kernels.cuda import COLUMNS, pass_tokens
+from packed_kv.kernels.cuda.grids import Card, card_of, has_unpackers, kinds
 from packed_kv.kernels.cuda.kernel import Compilation, block_of, machine_code
-from packed_kv.kernels.cuda.launch import (
-    Card,
-    Variant,
-    card_of,
-    constants,
-    has_unpackers,
-    kinds,
-    pack_matrix,
-    pass_tokens,
-    program,
-)
+from packed_kv.kernels.cuda.launch import Variant, constants, pack_matrix, program
 from packed_kv.kernels.cuda.prefix_launch import CudaPrefix, PrefixSchedules, prefix_arguments, prefix_grid
 from packed_kv.kernels.triton.means import Means
 from packed_kv.kernels.triton.rotate import rotation_matrix
@@ -51,12 +42,13 @@ def passes_of(chunks: list[int], prefixes: list[int], tokens: int) -> list[Pass]
 def run(
     name: str, chunks: tuple[int, ...], prefixes: tuple[int, ...], *, head_dim: int = 128, kv_heads: int = 1,
     group: int = 16, block_size: int = 16, resident: int = 6, recent: int = 0, hits: tuple[int, ...] | None = None,
-    unused: int = 3, size: Any = 1.0, dtype: torch.dtype = torch.float16, **channels: Any,
+    early: int = 0, unused: int = 3, size: Any = 1.0, dtype: torch.dtype = torch.float16, **channels: Any,
 ) -> tuple[torch.Tensor, ...]:  # fmt: skip
     """Return output and lse of the chunks' rows over their prefixes, both in float64, and the RMS of the scores.
 
     A chunk's own tokens lie behind its prefix, and are large: whoever reads one is noticed. Of a ring of `recent`
-    tokens, requests have those from `hits` on. `unused`: passes of the table without rows.
+    tokens, requests have those from `hits` on; it begins `early` tokens before, which are not there.
+    `unused`: passes of the table without rows.
     """
     generator = torch.Generator().manual_seed(head_dim + len(chunks))
     codec = page_codec(FORMATS[name], head_dim, device=DEVICE, **channels)
@@ -75,7 +67,8 @@ def run(
             max(hit, prefix - recent + 1, 0) for hit, prefix in zip(hits or (0,) * len(lens), prefixes, strict=True)
         ]
         held = poisoned_ring(1 + len(lens) * entries, kv_heads, 32, head_dim)
-        ring = Ring(held, ring_table.to(DEVICE), torch.tensor(first, dtype=torch.int32, device=DEVICE), recent)
+        begins = torch.tensor(first, dtype=torch.int32, device=DEVICE)
+        ring = Ring(held, ring_table.to(DEVICE), begins - early, recent)
     for i, (count, prefix) in enumerate(zip(chunks, prefixes, strict=True)):
         table[i, : each[i]] = order[sum(each[:i]) : sum(each[: i + 1])]
         key, value = torch.randn(2, lens[i], kv_heads, head_dim, generator=generator).to(DEVICE)
@@ -92,13 +85,13 @@ def run(
         ]
         if ring is not None:
             rotated = codec.prepare(key, value, ids)
-            there = ids[int(ring.first[i]) : prefix]
+            there = ids[first[i] : prefix]
             ring_slots = ring.block_table[i, there // 32].long() * 32 + there % 32
             reference.write(ring.cache, ring_slots, *(x[there] for x in rotated))
             stored = [reference.round_trip(x).double() for x in rotated]
             from_ring = [codec.whole_keys(stored[0].transpose(0, 1), ids).transpose(0, 1), stored[1]]
             from_ring = [part.unrotate(x) for part, x in zip((codec.key, codec.value), from_ring, strict=True)]
-            is_recent = (ids >= int(ring.first[i]))[:, None, None]
+            is_recent = (ids >= first[i])[:, None, None]
             of_pages = [
                 torch.where(is_recent, a.double(), b.double()) for a, b in zip(from_ring, of_pages, strict=True)
             ]
@@ -199,6 +192,9 @@ def test_centred_and_scaled_prefixes(options: dict[str, Any]) -> None:
         {"name": "tq4", "chunks": (9, 5, 2), "prefixes": (333, 200, 40), "recent": 32, "hits": (0, 192, 64)},
         {"name": "isoquant4", "chunks": (3, 2), "prefixes": (20, 700), "recent": 64, "resident": 2},
         {"name": "isoquant4", "chunks": (3,), "prefixes": (50,), "recent": 1},
+        # It begins before the window.
+        {"name": "turboquant25", "head_dim": 64, "chunks": (5,), "prefixes": (90,), "recent": 16, "early": 20},
+        gpu_only(name="tq4", chunks=(5,), prefixes=(90,), recent=16, early=20),
         {"name": "tq3", "chunks": (5, 2, 1), "prefixes": (333, 40, 0), "recent": 64, "hits": (320, 64, 0)},
         {"name": "turboquant25", "head_dim": 64, "group": 3, "chunks": (23, 5), "prefixes": (150, 30), "recent": 16},
         gpu_only(name="tq4", group=4, kv_heads=8, chunks=(100, 17), prefixes=(3000, 700), recent=256, resident=33),

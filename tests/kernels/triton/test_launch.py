@@ -151,3 +151,15 @@ def test_launches_are_bound_anew_for_other_tensors_alone() -> None:
         1, 1, 2, 3, 3, 2, 4,
     ]  # fmt: skip
     assert made == [("a", 5), ("b", 5), ("a", 6), ("a", 5)] and len(launches.held) == 2
+
+
+def test_launches_that_are_bound_again_and_again_are_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Strides of a tensor that alternate cost time, and are nothing that a log would show."""
+    lines: list[str] = []
+    monkeypatch.setattr(launch.logger, "warning", lambda line, *parts: lines.append(line % parts))
+    launches = Launches()
+    for number in range(3 * launch.MANY):
+        launches.get("often", number % 2, object)
+        launches.get("once", 0, object)
+    (line,) = lines
+    assert f"has bound its launch 'often' {launch.MANY} times" in line

@@ -1,5 +1,5 @@
 """Base of the implementations of latent attention over packed pages: codec, folded weights, writes, and attention of
-prompts over their prefixes. `impl.py` has dense attention, `sparse_impl.py` that over picked tokens."""
+prompts over their prefixes. `impl.py` has dense attention, `sparse/impl.py` that over picked tokens."""
 
 from __future__ import annotations
 
@@ -107,11 +107,15 @@ class PackedLatents:
         slots = slot_mapping.flatten()
         tokens = len(slots)
         new = kv_c_normed[:tokens], k_pe[:tokens].flatten(1)
-        # vLLM does not pass the batch's metadata, and there are none in a step without requests.
-        context = get_forward_context().attn_metadata if self.window_layer is not None else None
-        window, metadata = (None, None) if context is None else (self._window_step(), context[self.layer_name])
+        metadata = self._metadata()
+        window = None if metadata is None else self._window_step()
         assert self.kernels is not None
         self.kernels.store.store(kv_cache, slots, *new, window, metadata)
+
+    def _metadata(self) -> Any:
+        """Return the batch's metadata, which vLLM does not pass to the store; None: of a step without requests."""
+        of_layers: Any = get_forward_context().attn_metadata
+        return None if of_layers is None else of_layers[self.layer_name]
 
     def _window_step(self) -> WindowStep | None:
         return WindowStep.of(self.window_layer, is_shared=False)

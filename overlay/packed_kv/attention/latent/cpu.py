@@ -11,19 +11,23 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ...kernels.ahead import Ahead, wait_for
-from ...kernels.cpu import latent, tables
+from ...kernels.cpu import latent
 from ...kernels.cpu.compiler import BuildError
+from ...kernels.cpu.jobs import Largest
 from ...kernels.cpu.latent import CpuLatentPages
 from ...kernels.cpu.latent_decode import CpuLatentDecode
+from ...kernels.served import ANY, CPP, Engine, Latents, who_serves
 from ..cpu import warn_of_pytorch, without_error
 from ..protocols import DecodeBatch, DecodeKernel
-from ..store import DirectStore, reference_latent_store
-from .in_pytorch import RecentContext, ReferenceLatentPrefix, ReferenceLatents
+from ..store import DirectStore, LatentStore
+from .in_pytorch import RecentContext, ReferenceLatentPrefix
+from .kernels import LatentKernels, reference_kernels
 
 if TYPE_CHECKING:
     from ...codecs.latent import LatentCodec
     from ...codecs.ring import Ring
     from ...formats import Format
+    from ..layouts import EngineLimits, LatentLayout
 
 Attended = tuple[torch.Tensor, torch.Tensor | None]
 
@@ -35,13 +39,15 @@ SLOWER = "5 to 20 times"
 class CpuLatents(DecodeKernel[DecodeBatch, Attended]):
     """The C++ kernels over latents of one layer: see `ReferenceLatents`."""
 
-    kind, longest, bound = "cpu latents", 1 << 30, None
+    language, kind, longest, bound = "C++", "cpu latents", ANY, None
 
     def __init__(
-        self, codec: LatentCodec, scale: float, constant: torch.Tensor | None, *, is_shard: bool = False
-    ) -> None:
-        """Raises BuildError."""
+        self, codec: LatentCodec, heads: int, scale: float, constant: torch.Tensor | None, largest: Largest, *,
+        is_shard: bool = False,
+    ) -> None:  # fmt: skip
+        """Take the workspace of the largest step, of so many query heads. Raises BuildError."""
         self.decode, self.constant, self.is_shard = CpuLatentDecode(codec, scale), constant, is_shard
+        self.decode.reserve(largest, heads)
 
     def attend(
         self, step: DecodeBatch, cache: torch.Tensor, queries: tuple[torch.Tensor, ...], ring: Ring | None = None,
@@ -78,36 +84,29 @@ class CpuLatentPrefix(ReferenceLatentPrefix):
             self.read_ring(chunk, rows, recent, 1.0)
 
 
-def find_kernels(
-    fmt: Format, codec: LatentCodec, scale: float, constant: torch.Tensor | None, dtype: torch.dtype, *, is_shard: bool
-) -> tuple[DirectStore, ReferenceLatents | CpuLatents, ReferenceLatentPrefix]:
-    """Return what stores, decodes and gathers prefixes of a layer: in PyTorch, as the log says, where C++ does not.
-
-    Args:
-        fmt, codec: of the layer, on the CPU.
-        scale, constant, is_shard: see `ReferenceLatents`.
-        dtype: of the model.
-    """
-    decode: ReferenceLatents | CpuLatents
-    in_pytorch = ReferenceLatents(codec, scale, constant, is_shard=is_shard)
-    refused = tables.latent_refusal(fmt, codec.rank, codec.rope_dim)
-    reason = f"the kernels do not serve {refused}" if refused else ""
-    if not refused:
+def find_kernels(fmt: Format, layer: LatentLayout, engine: EngineLimits) -> LatentKernels:
+    """Return the kernels of a layer of this format: in PyTorch, as the log says, where C++ does not serve it."""
+    codec, found = layer.codec, reference_kernels(layer)
+    served = who_serves(Engine("cpu"), Latents(fmt, codec.rank, codec.rope_dim, heads=1))
+    reason = served.reason
+    if served.kernel == CPP:
         wait_for(LIBRARY)
         try:
-            page_kernels, decode = CpuLatentPages(codec), in_pytorch
-            if dtype != torch.float32:
-                decode = CpuLatents(codec, scale, constant, is_shard=is_shard)
+            page_kernels = CpuLatentPages(codec)
+            decode: DecodeKernel[Any, Attended] = found.decode
+            if layer.dtype != torch.float32:
+                sizes = codec, layer.heads, layer.scale, layer.constant, engine.largest
+                decode = CpuLatents(*sizes, is_shard=layer.is_shard)
         except BuildError as error:
             reason = str(error)
     if reason:
         warn_of_pytorch(fmt.name, reason, SLOWER)
-        return reference_latent_store(codec), in_pytorch, ReferenceLatentPrefix(codec)
+        return found
 
     def store(cache: Any, new: Any, rope: Any, slots: Any, _positions: Any, ring: Any, ring_slots: Any) -> None:
         page_kernels.store(cache, slots, new, rope, ring, ring_slots)
 
-    return DirectStore(store), decode, CpuLatentPrefix(page_kernels)
+    return LatentKernels(LatentStore(DirectStore(store), decode.kind), decode, CpuLatentPrefix(page_kernels))
 
 
 def compile_ahead() -> None:

@@ -13,46 +13,28 @@ from typing import NamedTuple
 import torch
 from vllm.v1.worker.workspace import current_workspace_manager
 
-from ...codecs.latent import LatentCodec
 from ...codecs.ring import Ring
+from ...gpu_generations import generation_of
 from ...kernels import power_of_2
-from ...kernels.cuda import LATENT_ROWS, latent_refusal
 from ...kernels.cuda import latent_launch as cuda
 from ...kernels.cuda import latent_ring_launch as cuda_ring
 from ...kernels.cuda.latent_schedule import LatentScheduler
+from ...kernels.served import CUDA, Latents
 from ...kernels.triton.latent_decode import (
     DecodeLatentsLaunch,
     MergeLatentsLaunch,
     latent_shape,
+    programs,
     row_tiles,
     split_count,
 )
 from ...kernels.triton.latent_ring import AttendLatentRingLaunch, split_lens
 from ...kernels.triton.launch import Launches, StepLaunch
-from ..choice import Limits, takes_cuda
+from ..choice import find_kernel
+from ..layouts import LatentLayout
 from ..protocols import DecodeBatch, DecodeKernel
 
 Attended = tuple[torch.Tensor, torch.Tensor | None]
-
-
-@dataclass(frozen=True)
-class LatentLayout:
-    """Shape of a layer of latents, and options of its decode attention.
-
-    `codec`: on a CUDA device. `heads`: query heads of this rank, or of all that split its tokens. `scale`: of scores.
-    `dtype`: of queries and outputs, fp16 or bf16. `constant`: fp32 [rank], added to outputs, or None. `window`: tokens
-    that a query reads in its request's ring, 0: there is none. `is_shard`: whether the pages hold a rank's part of the
-    tokens.
-    """
-
-    codec: LatentCodec
-    heads: int
-    scale: float
-    dtype: torch.dtype
-    limits: Limits
-    constant: torch.Tensor | None
-    window: int = 0
-    is_shard: bool = False
 
 
 class LatentKind(NamedTuple):
@@ -142,15 +124,19 @@ class TritonLatentStep(NamedTuple):
 class TritonLatents(DecodeKernel[TritonLatentStep, Attended]):
     """The Triton kernels over latents of one layer."""
 
+    language = "Triton"
+
     def __init__(self, layer: LatentLayout) -> None:
         self.layer, self.longest = layer, layer.limits.longest_decode
         self.results = PageResults(layer, are_partial=layer.is_shard or layer.window > 0)
         self.kind = LatentKind(False, layer.heads, layer.scale, layer.window)
         self.shape = latent_shape(layer.heads, self.longest, layer.scale)
+        generation = generation_of(torch.cuda.get_device_capability(layer.codec.device))
+        self.resident = programs(self.shape, generation) * self.results.sm_count
         self.bound: Launches = Launches()
 
     def _splits(self, requests: int, query_len: int) -> int:
-        return split_count(requests, row_tiles(self.shape, query_len), self.results.sm_count)
+        return split_count(requests, row_tiles(self.shape, query_len), self.resident)
 
     def reserve(self) -> None:
         counts, lengths = range(1, self.layer.limits.max_requests + 1), range(1, self.longest + 1)
@@ -240,6 +226,8 @@ class HopperLatentStep(NamedTuple):
 class HopperLatents(DecodeKernel[HopperLatentStep, Attended]):
     """The CUDA kernels over latents of one layer. The launch for the ring merges the parts over pages, too."""
 
+    language = "CUDA"
+
     def __init__(self, layer: LatentLayout) -> None:
         self.layer, self.longest = layer, layer.limits.longest_decode
         self.results = PageResults(layer, are_partial=layer.is_shard)
@@ -311,9 +299,7 @@ class HopperLatents(DecodeKernel[HopperLatentStep, Attended]):
 
 def latent_kernel(layer: LatentLayout, option: str) -> TritonLatents | HopperLatents:
     """Choose the decode kernel of a layer. `option`: "triton", or "auto": the CUDA kernel where it serves."""
-    codec, longest = layer.codec, layer.limits.longest_decode
-    capability, widths = torch.cuda.get_device_capability(codec.device), codec.layout.vector.group_bits
-    refused = latent_refusal(capability, codec.rank, codec.rope_dim, layer.heads, longest, widths)
-    heads = f"latents, {layer.heads} query heads"
-    by_cuda = takes_cuda(option, refused, heads, longest, LATENT_ROWS // layer.heads)
-    return (HopperLatents if by_cuda else TritonLatents)(layer)
+    codec = layer.codec
+    asked = Latents(codec.fmt, codec.rank, codec.rope_dim, layer.heads)
+    served = find_kernel(codec.device, option, layer.limits, asked, f"latents, {layer.heads} query heads")
+    return (HopperLatents if served.kernel == CUDA else TritonLatents)(layer)

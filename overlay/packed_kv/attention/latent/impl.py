@@ -13,7 +13,7 @@ Where ranks split the tokens of a request, vLLM gathers the queries of decodes; 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any
 
 import torch
 from vllm.model_executor.layers.attention.mla_attention import MLACommonImpl, reorg_kvcache
@@ -22,30 +22,20 @@ from ...codecs.latent import LatentCodec
 from ...formats import FORMATS
 from ...refusals.facts import Facts, Latents, Parallel
 from ...refusals.table import refuse
-from ...settings.options import read_options
 from ...vllm_compat import has_own_queries
 from ...window.layer import add_window_layer, window_tokens_of_model
 from ..context_parallel import Ranks
 from ..context_shard import shard_of
+from ..factory import latent_kernels
+from ..layouts import EngineLimits, LatentLayout
 from ..metadata import longest_decode
-from ..protocols import DecodeBatch, DecodeKernel
+from ..protocols import DecodeBatch
 from ..step import StepKey
-from ..store import LatentStore, reference_latent_store
 from ..warmup import block_size_of, warm_up_latents
 from .base import PackedLatents, check_arguments
-from .in_pytorch import PrefixChunk, RecentContext, ReferenceLatentPrefix, ReferenceLatents
+from .in_pytorch import PrefixChunk, RecentContext, ReferenceLatents
+from .kernels import LatentKernels
 from .metadata import LatentMetadata
-
-if TYPE_CHECKING:
-    from .prefix import TritonLatentPrefix
-
-
-class LatentKernels(NamedTuple):
-    """Kernels of a layer's attention: those of all writes and of decodes, and what gathers prefixes of prompts."""
-
-    store: LatentStore
-    decode: DecodeKernel[Any, tuple[torch.Tensor, torch.Tensor | None]]
-    prefix: ReferenceLatentPrefix | TritonLatentPrefix
 
 
 class LatentAttentionImpl(PackedLatents, MLACommonImpl[LatentMetadata]):
@@ -116,32 +106,12 @@ class LatentAttentionImpl(PackedLatents, MLACommonImpl[LatentMetadata]):
         if shard.ranks > 1:
             self.ranks, layer.dcp_manager.combine = Ranks(shard), self.combine
         codec, weights = self.fold(layer_name, layer, LatentCodec)
-        self.kernels = self._kernels(codec, weights.constant)
-
-    def _kernels(self, codec: LatentCodec, constant: torch.Tensor | None) -> LatentKernels:
-        """Return the kernels of the device, where they serve the layer, else PyTorch's."""
-        dtype, ranks = self.config.model_config.dtype, 1 if self.ranks is None else self.ranks.shard.ranks
-        if self.device.type == "cpu":
-            from .cpu import find_kernels
-
-            fmt = FORMATS[self.kv_cache_dtype]
-            found = find_kernels(fmt, codec, self.scale, constant, dtype, is_shard=ranks > 1)
-            return LatentKernels(LatentStore(found[0]), *found[1:])
-        if self.device.type != "cuda" or dtype == torch.float32:
-            decode = ReferenceLatents(codec, self.scale, constant, is_shard=ranks > 1)
-            return LatentKernels(LatentStore(reference_latent_store(codec)), decode, ReferenceLatentPrefix(codec))
-        from ..choice import Limits  # these import Triton, which the CPU platform may lack
-        from ..triton_store import TritonLatentStore
-        from .decode import LatentLayout, latent_kernel
-        from .prefix import TritonLatentPrefix
-
-        option = read_options(self.config.additional_config).decode_kernel
-        limits = Limits(longest_decode(self.config), self.config.scheduler_config.max_num_seqs)
+        fmt, has_ring = FORMATS[self.kv_cache_dtype], bool(self.window_tokens)
+        engine = EngineLimits.of(self.config, self.device, has_ring=has_ring)
         window = 0 if self.window_layer is None else self.window_layer.window
-        sizes = self.num_heads * ranks, self.scale, dtype, limits
-        layout = LatentLayout(codec, *sizes, constant, window, is_shard=ranks > 1)
-        store = LatentStore(TritonLatentStore(codec))
-        return LatentKernels(store, latent_kernel(layout, option), TritonLatentPrefix(codec))
+        sizes = self.num_heads * shard.ranks, self.scale, engine.dtype, engine.limits
+        layout = LatentLayout(codec, *sizes, weights.constant, window, is_shard=shard.ranks > 1)
+        self.kernels = latent_kernels(fmt, layout, engine)
 
     def reserve_workspace(self) -> None:
         """Size vLLM's workspace for any batch, in its profiling run, take there the memory that ranks exchange, and
@@ -208,7 +178,7 @@ class LatentAttentionImpl(PackedLatents, MLACommonImpl[LatentMetadata]):
             return kernels.decode.prepare(DecodeBatch(*tables, len(q_latent), batch.max_query_len, ring=ring))
 
         rings = window.metadata if window else None
-        step = batch.steps.get(StepKey("decode", kernels.decode.kind, window=rings), make)
+        step = attn_metadata.steps.get(StepKey("decode", kernels.decode.kind, window=rings), make)
         return kernels.decode.attend(step, kv_c_and_k_pe_cache, (q_latent, q_rope), ring)
 
     def combine(

@@ -77,7 +77,7 @@ class ReferenceLatents(DecodeKernel[DecodeBatch, tuple[torch.Tensor, torch.Tenso
         is_shard: whether the pages hold a rank's part of the tokens.
     """
 
-    kind, longest, bound = "reference", 1 << 30, None
+    language, kind, longest, bound = "PyTorch", "reference", 1 << 30, None
 
     def __init__(
         self, codec: LatentCodec, scale: float, constant: torch.Tensor | None, *, is_shard: bool = False

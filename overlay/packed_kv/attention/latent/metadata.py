@@ -26,18 +26,19 @@ class LatentDecodeMetadata(MLACommonDecodeMetadata):
     """Metadata of a batch's decodes, with vLLM's `block_table` and `seq_lens`.
 
     `query_start`: int32 [requests + 1], on the device; `query_starts`: the same on the host. `max_query_len`: most
-    query tokens of a request. `steps` keeps what the first layer of a kind made for the others.
+    query tokens of a request.
     """
 
     query_start: torch.Tensor
     query_starts: torch.Tensor
     max_query_len: int
-    steps: StepCache = field(default_factory=StepCache)
 
 
 @dataclass
 class LatentMetadata(MLACommonMetadata[LatentDecodeMetadata]):
-    """vLLM's metadata, for latents of any size."""
+    """vLLM's metadata, for latents of any size. `steps` keeps what the first layer of a kind made for the others."""
+
+    steps: StepCache = field(default_factory=StepCache)
 
     def __post_init__(self) -> None:
         pass  # vLLM's own allows three sizes

@@ -8,17 +8,25 @@ libstdc++ nor an OpenMP library, as it runs in the threads of PyTorch's (`thread
 from __future__ import annotations
 
 import ctypes
+import errno
 import functools
 import hashlib
+import logging
 import os
+import re
 import subprocess
-import tempfile
+from contextlib import suppress
 from importlib import resources
 from pathlib import Path
 from typing import NamedTuple
 
+import torch
+
+from ...private_file import temporary_folder
 from ..kernel_cache import load_or_compile
 from .compiler import BuildError, Compiler, Target, best_target, find_compiler, processor
+
+logger = logging.getLogger("vllm.packed_kv")
 
 FLAGS = (
     "-std=c++17", "-O3", "-shared", "-fPIC", "-fvisibility=hidden", "-fno-exceptions", "-fno-rtti",
@@ -26,7 +34,9 @@ FLAGS = (
 )  # fmt: skip
 """Not -ffast-math, as infinities are used; not -fopenmp, as its threads would be a second pool."""
 LIBRARIES = ("-Wl,--as-needed", "-lm", "-ldl")
-CONSTANTS = "constants.h"
+CONSTANTS, LIBRARY = "constants.h", "library.so"
+POOL = "GOMP_parallel"
+OPENMP = re.compile(r"/lib(gomp|omp|iomp5)\b[^/]*\.so[^/]*$")
 COMPILE_SECONDS = 600
 LONGEST_LINE = 300
 
@@ -52,15 +62,43 @@ def load_library(program: Program, constants: str, target: Target | None = None)
         target: None: the best of this processor.
 
     Raises:
-        BuildError: there is no compiler, or it fails; the message is one line.
+        BuildError: there is no compiler, or it fails, or what it made cannot be loaded; the message is one line.
     """
+    _warn_of_one_thread()
     sources = read_sources(program) | {CONSTANTS: constants}
     compiler, target = find_compiler(), target or best_target()
     flags = (*FLAGS, *program.flags, *target.flags)
     key = hashlib.sha256(repr((sources, flags, LIBRARIES, compiler, processor_key())).encode()).hexdigest()
     stem = Path(program.main).stem
-    code = load_or_compile(f"{stem}-{target.name}-{key[:32]}.so", lambda: _compile(program, sources, compiler, flags))
-    return _open(stem, code)
+    name = f"{stem}-{target.name}-{key[:32]}.so"
+    compiled = functools.cache(lambda: _compile(program, sources, compiler, flags))
+    code = load_or_compile(name, compiled)
+    try:
+        return _open(stem, code)
+    except BuildError as error:
+        if compiled.cache_info().currsize:
+            raise
+        logger.warning("%s of the cache is compiled again: %s", name, error)  # for instance of another C library
+        return _open(stem, load_or_compile(name, compiled, again=True))
+
+
+@functools.cache
+def _warn_of_one_thread() -> None:
+    """Log if `run_on_threads` of threads.h finds no threads, where PyTorch has several."""
+    if torch.get_num_threads() > 1 and not hasattr(ctypes.CDLL(None), POOL):
+        logger.warning(
+            "kernels in C++ run on one thread instead of %d: no OpenMP library is loaded for all libraries of the "
+            "process (%s is not found); start with LD_PRELOAD=%s",
+            torch.get_num_threads(), POOL, _openmp_library(),
+        )  # fmt: skip
+
+
+def _openmp_library() -> str:
+    """Return the path of PyTorch's OpenMP library, as Linux tells it; else the name of GCC's."""
+    with suppress(OSError):
+        paths = (line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines())
+        return next((path for path in paths if OPENMP.search(path)), "libgomp.so.1")
+    return "libgomp.so.1"
 
 
 def processor_key() -> tuple[str, tuple[str, ...]]:
@@ -76,40 +114,67 @@ def read_sources(program: Program) -> dict[str, str]:
 
 
 def _compile(program: Program, sources: dict[str, str], compiler: Compiler, flags: tuple[str, ...]) -> bytes:
-    with tempfile.TemporaryDirectory(prefix="packed_kv-") as folder:
-        for name, text in sources.items():
-            Path(folder, name).write_text(text)
-        command = [*compiler.command, *flags, program.main, "-o", "library.so", *LIBRARIES]
-        try:
+    try:
+        with temporary_folder() as (folder, lock):
+            for name, text in sources.items():
+                (folder / name).write_text(text)
+            command = [*compiler.command, *flags, program.main, "-o", LIBRARY, *LIBRARIES]
             done = subprocess.run(
-                command, cwd=folder, capture_output=True, text=True, errors="replace", timeout=COMPILE_SECONDS
-            )
-        except (OSError, subprocess.TimeoutExpired) as error:
-            raise BuildError(f"{compiler.version} cannot compile {program.main}: {error}; {_ANOTHER}") from error
-        if done.returncode:
-            lines = done.stderr.splitlines()
-            said = next((line for line in lines if "error" in line), lines[-1] if lines else "it says nothing")
-            raise BuildError(f"{compiler.version} cannot compile {program.main}: {said[:LONGEST_LINE]}; {_ANOTHER}")
-        return Path(folder, "library.so").read_bytes()
+                command, cwd=folder, capture_output=True, text=True, errors="replace", timeout=COMPILE_SECONDS,
+                env={**os.environ, "LC_ALL": "C"},
+                pass_fds=(lock,),  # a compiler that outlives this process keeps its folder
+            )  # fmt: skip
+            if not done.returncode:
+                return (folder / LIBRARY).read_bytes()
+    except subprocess.TimeoutExpired as error:
+        raise BuildError(f"{compiler.version} cannot compile {program.main}: {error}; {_ANOTHER}") from error
+    except OSError as error:
+        is_of_compiler = str(error.filename).endswith((compiler.command[0], LIBRARY))
+        remedy = _ANOTHER if is_of_compiler else _remedy(str(error))
+        raise BuildError(f"{compiler.version} cannot compile {program.main}: {error}; {remedy}") from error
+    lines = done.stderr.splitlines()
+    said = next((line for line in lines if "error" in line), lines[-1] if lines else "it says nothing")
+    remedy = _remedy(done.stderr) if any(reason in done.stderr for reason in OF_THE_FOLDER) else _ANOTHER
+    raise BuildError(f"{compiler.version} cannot compile {program.main}: {said[:LONGEST_LINE]}; {remedy}")
 
 
 _ANOTHER = "name another C++ compiler as CXX, for instance g++ 9 or later"
+TOO_LARGE = (os.strerror(errno.EFBIG), "File size limit exceeded")
+OF_THE_FOLDER = (*TOO_LARGE, *map(os.strerror, (errno.ENOSPC, errno.EDQUOT, errno.EROFS)))
+"""Messages of compilers that cannot write their files, in the C locale."""
+
+
+def _remedy(said: str) -> str:
+    """Return what helps where files cannot be written or loaded. `said`: of an error, or of a compiler."""
+    if any(reason in said for reason in TOO_LARGE):
+        return "raise the largest size of a file (ulimit -f)"
+    folder = os.environ.get("TMPDIR") or "/tmp"
+    return f"name a folder that has room, and whose programs may run, as TMPDIR (now {folder})"
 
 
 def _open(stem: str, code: bytes) -> ctypes.CDLL:
-    """Load machine code from memory, so that what was checked is what is loaded, whatever becomes of the file."""
-    if hasattr(os, "memfd_create"):
-        descriptor = os.memfd_create(f"packed_kv-{stem}")
+    """Load machine code from memory, so that what was checked is what is loaded, whatever becomes of the file; from a
+    folder where a machine makes no files in memory, or runs no code from them. Raises BuildError."""
+    with suppress(OSError):
+        return _open_in_memory(stem, code)
+    try:
+        with temporary_folder() as (folder, _):
+            path = folder / f"{stem}.so"
+            path.write_bytes(code)
+            return ctypes.CDLL(str(path))
+    except OSError as error:
+        raise BuildError(f"the compiled {stem} cannot be loaded: {error}; {_remedy(str(error))}") from error
+
+
+def _open_in_memory(stem: str, code: bytes) -> ctypes.CDLL:
+    """Raises OSError."""
+    if not hasattr(os, "memfd_create"):
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+    descriptor = os.memfd_create(f"packed_kv-{stem}")
+    try:
         with open(descriptor, "wb", closefd=False) as file:
             file.write(code)
-        try:
-            return ctypes.CDLL(f"/proc/self/fd/{descriptor}")  # stays open: the loader knows libraries by their path
-        except OSError:  # a machine that runs no code from such files; it runs it from a folder
-            os.close(descriptor)
-    with tempfile.TemporaryDirectory(prefix="packed_kv-") as folder:
-        path = Path(folder, f"{stem}.so")
-        path.write_bytes(code)
-        try:
-            return ctypes.CDLL(str(path))
-        except OSError as error:
-            raise BuildError(f"the compiled {stem} cannot be loaded: {error}") from error
+        return ctypes.CDLL(f"/proc/self/fd/{descriptor}")  # stays open: the loader knows libraries by their path
+    except OSError:
+        os.close(descriptor)
+        raise

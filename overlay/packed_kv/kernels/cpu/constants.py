@@ -9,9 +9,7 @@ from ...codecs.ring import LARGEST_CODE, OVER_LARGEST, UNIT
 from ...formats import CODES, CODES_PER_LANE, GROUP_SIZE, INPUT_LIMIT, MAX_SCALE_BYTE, Code
 from ...layout import LANES, MICRO_BLOCK, SIGN_HALF_SHIFT, SIGN_PARITY_SHIFT, SIGN_WORD_SHIFT
 from ..kernel_layout import KernelLayout
-
-ROTATIONS = ("hadamard", "givens", "quaternion")
-"""Rotations, in the order of their numbers in `constants.h`."""
+from . import BITS, ROTATIONS
 
 
 def constants_header(layout: KernelLayout, rotation: str) -> str:
@@ -84,10 +82,6 @@ def constants_header(layout: KernelLayout, rotation: str) -> str:
         "",
     ]
     return "\n".join(lines)
-
-
-BITS = (4, 3, 2)
-"""Widths that the store and the gather know."""
 
 
 def codes_header() -> str:

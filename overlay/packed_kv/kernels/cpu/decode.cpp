@@ -148,6 +148,7 @@ struct Decode {
   using Scratch = ::Scratch;
   using Softmax = ::Softmax;
   static constexpr int RESULT = 3 * STORED_DIM;  // its sums, then its sums of the ring
+  static constexpr int TILE = ::TILE;
   static long heads(const Arguments& a) { return a.kv_heads; }
   static long group(const Arguments& a) { return a.group; }
   static Request request_of(const Arguments& a, long r) { return ::request_of(a, r); }
@@ -256,11 +257,18 @@ static long estimated_ns(const DecodeRun& run) {  // with AVX-512, 16 ns a token
 }
 
 // Bytes of workspace that a call needs; its address must be a multiple of 64.
-EXPORTED int64_t decode_workspace_bytes(const Arguments* arguments) { return bytes_of_run<Decode>(*arguments); }
+EXPORTED int64_t decode_workspace_bytes(const Arguments* arguments) { return bytes_of_call<Decode>(*arguments); }
+
+// Bytes that suffice for every call of up to as many requests, and of each so many query tokens and tokens in all.
+EXPORTED int64_t decode_largest_workspace_bytes(const Arguments* arguments, int64_t query, int64_t longest) {
+  return bytes_of_largest<Decode>(*arguments, query, longest);
+}
 
 EXPORTED void decode(const Arguments* arguments) {
-  DecodeRun run = make_run<Decode>(*arguments, arguments->workspace);
-  if (run.jobs == 0) return;
-  long threads = most(1, least(least(arguments->threads, run.jobs), estimated_ns(run) / THREAD_NS));
-  run_on_threads(work<Decode>, &run, (int)threads);
+  in_halves<Decode>(*arguments, [](const Arguments& a, const Counts& counts) {
+    DecodeRun run = make_run<Decode>(a, counts);
+    if (run.jobs == 0) return;
+    long threads = most(1, least(least(a.threads, run.jobs), estimated_ns(run) / THREAD_NS));
+    run_on_threads(work<Decode>, &run, (int)threads);
+  });
 }

@@ -15,7 +15,7 @@ from ..kernel_layout import kernel_layout
 from .build import SIMD, Program, load_library
 from .compiler import Target
 from .constants import constants_header
-from .jobs import Jobs
+from .jobs import Jobs, Largest
 from .tables import ELEMENT_TYPES, add_ring
 
 PROGRAM = Program(
@@ -94,6 +94,14 @@ class CpuDecode:
         self._held: dict[str, torch.Tensor] = {}
         self._fixed = self._fixed_arguments()
 
+    def reserve(self, largest: Largest) -> None:
+        """Take the workspace of the largest step."""
+        call = Arguments.from_buffer_copy(self._fixed)
+        transform: Any = self.codec.key.transform
+        call.ring, call.means = int(largest.has_ring), int(transform.centres)
+        call.threads = torch.get_num_threads()
+        self._jobs.reserve(call, largest)
+
     def bind(
         self,
         query: torch.Tensor,
@@ -141,11 +149,9 @@ class CpuDecode:
         if ring is not None:
             add_ring(batch, ring)
         batch.threads = torch.get_num_threads()
-        batch.workspace = self._jobs.reserve(batch)
-        decode, reference = self._jobs.function, ctypes.byref(batch)
 
         def attend(_held: object = held) -> None:
-            decode(reference)
+            self._jobs.run(batch)
 
         return attend
 

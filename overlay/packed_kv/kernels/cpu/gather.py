@@ -9,8 +9,9 @@ import torch
 from ...codecs.pages import PagedCodec
 from ...codecs.ring import Ring
 from ...layout import MICRO_BLOCK
+from . import VECTOR_CHANNELS
 from .compiler import Target
-from .tables import ELEMENT_TYPES, VECTOR_CHANNELS, Cache, Int, Layer, Pointer, layer_of, load_library_of_tables
+from .tables import ELEMENT_TYPES, Cache, Int, Layer, Pointer, layer_of, load_library_of_tables
 
 
 class Gather(ctypes.Structure):
@@ -48,7 +49,7 @@ class CpuGather:
 
     Raises:
         BuildError: `gather.cpp` cannot be compiled.
-        ValueError: the codec is not served: see `tables.refusal`.
+        ValueError: the codec is not served: see `cpp_lacks`.
     """
 
     def __init__(self, codec: PagedCodec, *, target: Target | None = None) -> None:

@@ -1,27 +1,78 @@
-"""Calls of a program of `jobs.h`, and the memory that its jobs work in."""
+"""Calls of a program of `jobs.h`, and the memory that its jobs work in.
+
+All layers of a process have one workspace, as they run one after another. A call that finds another thread in it waits:
+both would run on the same cores.
+"""
 
 from __future__ import annotations
 
 import ctypes
+import threading
+import weakref
+from typing import NamedTuple
 
 import torch
 
+ALIGNMENT = 64
+
+
+class Largest(NamedTuple):
+    """The most that a step asks of a decode: requests, and of each its query tokens and its tokens in all, cached ones
+    included. `has_ring`: whether steps have a ring of recent tokens."""
+
+    requests: int
+    query_tokens: int
+    tokens: int
+    has_ring: bool
+
+
+class Workspace:
+    """Memory that one call at a time works in, by the thread that has the lock."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self._memory = torch.empty(0, dtype=torch.uint8)
+
+    def address(self, size: int) -> int:
+        """Return the address, a multiple of `ALIGNMENT`, of `size` bytes, until a call asks for more."""
+        if self._memory.shape[0] < size + ALIGNMENT:
+            self._memory = torch.empty(0, dtype=torch.uint8)  # before there is other memory
+            # Filled, so that the pages count in what vLLM finds this process to hold when it sizes the KV cache.
+            self._memory = torch.full((size + ALIGNMENT,), 0, dtype=torch.uint8)
+        return -(-self._memory.data_ptr() // ALIGNMENT) * ALIGNMENT
+
+
+_workspaces: weakref.WeakValueDictionary[str, Workspace] = weakref.WeakValueDictionary()
+"""The workspace of this process, as long as a layer has it."""
+
 
 class Jobs:
-    """Functions of one layer's program: `name`, and `name`_workspace_bytes, which says what memory a call needs.
+    """Functions of one layer's program: `name`, `name`_workspace_bytes, which says what memory a call needs, and
+    `name`_largest_workspace_bytes, which says what suffices for all calls of an engine.
 
-    `arguments`: the structure that both take, with a field `workspace`.
+    `arguments`: the structure that they take, with a field `workspace`.
     """
 
     def __init__(self, library: ctypes.CDLL, name: str, arguments: type[ctypes.Structure]) -> None:
-        self.function, self._workspace_bytes = getattr(library, name), getattr(library, f"{name}_workspace_bytes")
-        self.function.restype, self._workspace_bytes.restype = None, ctypes.c_int64
-        self.function.argtypes = self._workspace_bytes.argtypes = [ctypes.POINTER(arguments)]
-        self._workspace = torch.empty(0, dtype=torch.uint8)
+        self._function, self._bytes = getattr(library, name), getattr(library, f"{name}_workspace_bytes")
+        self._largest_bytes = getattr(library, f"{name}_largest_workspace_bytes")
+        self._function.restype, self._bytes.restype, self._largest_bytes.restype = None, ctypes.c_int64, ctypes.c_int64
+        self._function.argtypes = self._bytes.argtypes = [ctypes.POINTER(arguments)]
+        self._largest_bytes.argtypes = [ctypes.POINTER(arguments), ctypes.c_int64, ctypes.c_int64]
+        self.workspace = _workspaces.setdefault("decodes", Workspace())
 
-    def reserve(self, call: ctypes.Structure) -> int:
-        """Return the address, a multiple of 64, of the memory that a call needs. It holds until the next `reserve`."""
-        size = self._workspace_bytes(call) + 64
-        if self._workspace.shape[0] < size:
-            self._workspace = torch.empty(size + size // 4, dtype=torch.uint8)
-        return -(-self._workspace.data_ptr() // 64) * 64
+    def reserve(self, call: ctypes.Structure, largest: Largest) -> int:
+        """Take the workspace of the largest step, and return its bytes. `call`: has the layer's shape, `threads`, and
+        addresses other than 0 where steps have a ring or means; nothing behind addresses is read."""
+        call.requests = largest.requests
+        size = self._largest_bytes(call, largest.query_tokens, largest.tokens)
+        with self.workspace.lock:
+            self.workspace.address(size)
+        return size
+
+    def run(self, call: ctypes.Structure) -> None:
+        """Call the function in the workspace, which grows where nobody reserved it."""
+        size = self._bytes(call)
+        with self.workspace.lock:
+            call.workspace = self.workspace.address(size)
+            self._function(call)

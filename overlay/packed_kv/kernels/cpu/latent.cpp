@@ -132,7 +132,7 @@ struct LatentDecode {
   using Request = ::Request;
   using Scratch = Columns;
   using Softmax = ::Softmax;
-  static constexpr int RESULT = RANK;
+  static constexpr int RESULT = RANK, TILE = ::TILE;
   static long heads(const LatentArguments&) { return 1; }  // of K and V
   static long group(const LatentArguments& a) { return a.heads; }
   static Request request_of(const LatentArguments& a, long r) { return ::request_of(a, r); }
@@ -188,10 +188,17 @@ void LatentDecode::merge_parts(const Run<LatentDecode>& run, long r, long) {
 
 // Bytes of workspace that a call needs; its address must be a multiple of 64.
 EXPORTED int64_t latent_decode_workspace_bytes(const LatentArguments* arguments) {
-  return bytes_of_run<LatentDecode>(*arguments);
+  return bytes_of_call<LatentDecode>(*arguments);
+}
+
+// Bytes that suffice for every call of up to as many requests, and of each so many query tokens and tokens in all.
+EXPORTED int64_t latent_decode_largest_workspace_bytes(const LatentArguments* arguments, int64_t query, int64_t longest) {
+  return bytes_of_largest<LatentDecode>(*arguments, query, longest);
 }
 
 EXPORTED void latent_decode(const LatentArguments* arguments) {
-  auto run = make_run<LatentDecode>(*arguments, arguments->workspace);
-  if (run.jobs) run_on_threads(work<LatentDecode>, &run, (int)least(arguments->threads, run.jobs));
+  in_halves<LatentDecode>(*arguments, [](const LatentArguments& a, const Counts& counts) {
+    auto run = make_run<LatentDecode>(a, counts);
+    if (run.jobs) run_on_threads(work<LatentDecode>, &run, (int)least(a.threads, run.jobs));
+  });
 }

@@ -8,12 +8,13 @@ import torch
 
 from ...codecs.latent import LatentCodec
 from ...layout import MICRO_BLOCK
+from . import LATENT_CHANNELS
 from .compiler import Target
 from .gather import Gather
 from .gather import load as load_gather
 from .store import Store
 from .store import load as load_store
-from .tables import ELEMENT_TYPES, LATENT_CHANNELS, Cache, latent_layer_of
+from .tables import ELEMENT_TYPES, Cache, latent_layer_of
 
 
 def load(target: Target | None = None) -> tuple[ctypes.CDLL, ctypes.CDLL]:
@@ -30,7 +31,7 @@ class CpuLatentPages:
 
     Raises:
         BuildError: a source cannot be compiled.
-        ValueError: the codec is not served: see `tables.latent_refusal`.
+        ValueError: the codec is not served: see `cpp_lacks`.
     """
 
     def __init__(self, codec: LatentCodec, *, target: Target | None = None) -> None:

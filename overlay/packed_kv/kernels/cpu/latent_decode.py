@@ -15,7 +15,7 @@ from ..kernel_layout import kernel_layout
 from .build import SIMD, Program, load_library
 from .compiler import Target
 from .constants import constants_header, number_line, numbers_line
-from .jobs import Jobs
+from .jobs import Jobs, Largest
 from .tables import ELEMENT_TYPES, add_ring
 
 PROGRAM = Program("latent.cpp", (*SIMD, "jobs.h", "latent_tile.h", "numbers.h", "pages.h", "softmax.h", "threads.h"))
@@ -89,6 +89,10 @@ class CpuLatentDecode:
         library = load_library(PROGRAM, latent_header(codec), target)
         self._jobs = Jobs(library, "latent_decode", Arguments)
 
+    def reserve(self, largest: Largest, heads: int) -> None:
+        """Take the workspace of the largest step. `heads`: of queries."""
+        self._jobs.reserve(Arguments(heads=heads, ring=int(largest.has_ring), threads=torch.get_num_threads()), largest)
+
     def __call__(
         self,
         cache: torch.Tensor,
@@ -141,5 +145,4 @@ class CpuLatentDecode:
             call.constant = constant.data_ptr()
         if ring is not None:
             add_ring(call, ring)
-        call.workspace = self._jobs.reserve(call)
-        self._jobs.function(call)
+        self._jobs.run(call)

@@ -7,8 +7,9 @@ import ctypes
 import torch
 
 from ...codecs.pages import PagedCodec
+from . import VECTOR_CHANNELS
 from .compiler import Target
-from .tables import ELEMENT_TYPES, VECTOR_CHANNELS, Cache, Int, Layer, Pointer, layer_of, load_library_of_tables
+from .tables import ELEMENT_TYPES, Cache, Int, Layer, Pointer, layer_of, load_library_of_tables
 
 
 class Store(ctypes.Structure):
@@ -46,7 +47,7 @@ class CpuStore:
 
     Raises:
         BuildError: `store.cpp` cannot be compiled.
-        ValueError: the codec is not served: see `tables.refusal`.
+        ValueError: the codec is not served: see `cpp_lacks`.
     """
 
     def __init__(self, codec: PagedCodec, *, target: Target | None = None) -> None:

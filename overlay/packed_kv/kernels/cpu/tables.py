@@ -16,7 +16,7 @@ from ...codecs.codec import Codec
 from ...codecs.latent import LatentCodec
 from ...codecs.pages import PagedCodec, lanes_of, pack_codes, pack_scales
 from ...codecs.ring import Ring, order_of_bytes
-from ...formats import BYTE_CODE, CODES_PER_LANE, GROUP_SIZE, Format, code_of, stored_dim
+from ...formats import BYTE_CODE, CODES_PER_LANE, GROUP_SIZE, code_of
 from ...layout import (
     LANES,
     MICRO_BLOCK,
@@ -31,9 +31,11 @@ from ...layout import (
     ring_layout,
 )
 from ..checks import check_int32, check_pages
+from ..served import Latents, Pairs, cpp_lacks
+from . import MOST_CHANNELS, MOST_ROPE, ROTATIONS, VECTOR_CHANNELS
 from .build import SIMD, Program, load_library
 from .compiler import Target
-from .constants import BITS, ROTATIONS, codes_header
+from .constants import codes_header
 
 HEADERS = (
     *SIMD, "threads.h", "numbers.h", "tables.h", "simd_columns.h", "columns.h", "calibration.h", "quantize.h",
@@ -42,9 +44,6 @@ HEADERS = (
 
 ELEMENT_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 """Numbers of dtypes in `enum ElementType` of numbers.h."""
-MOST_CHANNELS, MOST_ROPE = 512, 128
-VECTOR_CHANNELS, LATENT_CHANNELS = 256, MOST_CHANNELS + MOST_ROPE
-"""Channels that memory of the store and the gather has room for: of a K or V, and of a latent with RoPE channels."""
 MOST_GROUPS = MOST_CHANNELS // GROUP_SIZE
 MOST_SLOTS = 16
 SIGN_VARIANTS = ("word 0", "word 1", "half word")
@@ -146,14 +145,14 @@ def add_ring(call: Any, ring: Ring) -> None:
 
 def layer_of(codec: PagedCodec) -> Layer:
     """Return the tables of a layer with this codec, on the CPU. Raises ValueError for a codec that is not served."""
-    if reason := refusal(codec.key.fmt, codec.key.head_dim):
+    if reason := cpp_lacks(Pairs(codec.key.fmt, codec.key.head_dim, group=1)):
         raise ValueError(f"{codec.key.fmt.name}: the CPU's kernels do not serve {reason}")
     return _layer(codec.codecs, codec.layout, ring_layout(codec.key.stored_dim))
 
 
 def latent_layer_of(codec: LatentCodec) -> Layer:
     """Return the tables of a layer of latents, on the CPU. Raises ValueError for a codec that is not served."""
-    if reason := latent_refusal(codec.fmt, codec.rank, codec.rope_dim):
+    if reason := cpp_lacks(Latents(codec.fmt, codec.rank, codec.rope_dim, heads=1)):
         raise ValueError(f"{codec.fmt.name}: the CPU's kernels do not serve {reason}")
     layer = _layer((codec.latent,), codec.layout, ring_layout(codec.rank + codec.rope_dim, vectors=1))
     layer.gain[1][: len(codec.latent.group_bits)] = [code_of(bits).value_gain for bits in codec.latent.group_bits]
@@ -186,30 +185,6 @@ def _layer(codecs: Sequence[Codec], layout: PageLayout, ring: RingLayout) -> Lay
         _fill_calibration(layer, part, role)
         _fill_pages(layer, layout, role)
     return layer
-
-
-def latent_refusal(fmt: Format, rank: int, rope_dim: int) -> str | None:
-    """Return what of a format and its latents the store and the gather do not serve, or None."""
-    if rope_dim > MOST_ROPE:
-        return f"{rope_dim} RoPE channels (at most {MOST_ROPE})"
-    if rank > MOST_CHANNELS:
-        return f"latents of {rank} channels (at most {MOST_CHANNELS})"
-    return _unknown(fmt, rank)
-
-
-def refusal(fmt: Format, head_dim: int) -> str | None:
-    """Return what of a format and keys of `head_dim` channels the store and the gather do not serve, or None."""
-    if stored_dim(head_dim) > VECTOR_CHANNELS:
-        return f"heads of {head_dim} channels (at most {VECTOR_CHANNELS})"
-    return _unknown(fmt, head_dim)
-
-
-def _unknown(fmt: Format, head_dim: int) -> str | None:
-    if unknown := set(fmt.group_bits(head_dim)) - set(BITS):
-        return f"codes of {max(unknown)} bits"
-    if fmt.rotation not in ROTATIONS:
-        return f"the rotation {fmt.rotation}"
-    return None
 
 
 def _fill_calibration(layer: Layer, codec: Codec, role: int) -> None:

@@ -61,7 +61,7 @@ class CpuVectors:
 
     Raises:
         BuildError: `vectors.cpp` cannot be compiled.
-        ValueError: the codec is not served: see `tables.refusal`.
+        ValueError: the codec is not served: see `cpp_lacks`.
     """
 
     def __init__(self, codec: PagedCodec, *, target: Target | None = None) -> None:

@@ -18,8 +18,8 @@ do not say. So the one kernel here that begins early stands behind one of ours t
   kernel begin: to all that follows it is a kernel as usual. So is `latent_merge`, which follows where there is no ring.
 
 An early launch is described in an object of its thread: an engine may be profiled in one thread and serve in another,
-and two engines of a process may have a thread each. What a layer keeps for its launches (`CudaKernel.arguments`)
-belongs to the thread that runs the engine's step, of which vLLM runs one at a time.
+and two engines of a process may have a thread each. What a layer keeps for its launches (`CudaKernel.arguments`) has a
+lock.
 """
 
 from __future__ import annotations

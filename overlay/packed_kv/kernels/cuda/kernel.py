@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import struct
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from typing import Any, Generic, NamedTuple, TypeVar
@@ -58,6 +59,8 @@ class CudaKernel(ABC, Generic[Key]):
         self.arguments = bytearray(layer_at) + layer
         self.parameters = (ctypes.c_void_p * 1)(ctypes.addressof(ctypes.c_char.from_buffer(self.arguments)))
         self.address = ctypes.addressof(self.parameters)
+        self.lock = threading.Lock()
+        """Held from the writing of a call's arguments until its kernels are launched, which copies them."""
         self.functions: dict[Key, tuple[Function, ...]] = {}
 
     @abstractmethod

@@ -234,15 +234,16 @@ class CudaLatentDecode(CudaKernel[int]):
         if functions is None:
             return
         decode, merge = functions
-        self.arguments[: self.layer_at] = arguments
         stream, shares = torch.cuda.current_stream(self.device).cuda_stream, step.merge_shares
-        # Neither launch is early: early_launch.py says why.
-        grid = row_blocks, partitions, 1
-        decode.launch(decode.kernel, grid, decode.threads, decode.shared_bytes, stream, self.address)
-        if self.output is not None:
-            grid, threads = (self.heads * step.max_query_len, step.requests, 1), merge.threads * shares // MOST_SHARES
-            size = merge.shared_bytes * shares // MOST_SHARES
-            merge.launch(merge.kernel, grid, threads, size, stream, self.address)
+        with self.lock:
+            self.arguments[: self.layer_at] = arguments
+            # Neither launch is early: early_launch.py says why.
+            grid = row_blocks, partitions, 1
+            decode.launch(decode.kernel, grid, decode.threads, decode.shared_bytes, stream, self.address)
+            if self.output is not None:
+                grid = self.heads * step.max_query_len, step.requests, 1
+                threads, size = merge.threads * shares // MOST_SHARES, merge.shared_bytes * shares // MOST_SHARES
+                merge.launch(merge.kernel, grid, threads, size, stream, self.address)
 
     def compile_variants(self, longest_decode: int) -> None:
         """Compile and load every variant that a step may need, so that no step waits for one. In a block of `Ahead`,

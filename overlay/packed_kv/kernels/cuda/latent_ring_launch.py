@@ -133,11 +133,12 @@ class CudaLatentRing(CudaKernel[int]):
         if functions is None:
             return
         (attend,) = functions
-        self.arguments[: self.layer_at] = call_arguments(output, query, rope_query) + step.arguments
         stream = torch.cuda.current_stream(self.device).cuda_stream
-        attend.launch(
-            attend.kernel, step.grid, attend.threads, attend.shared_bytes, stream, self.address, is_early=True
-        )
+        with self.lock:
+            self.arguments[: self.layer_at] = call_arguments(output, query, rope_query) + step.arguments
+            attend.launch(
+                attend.kernel, step.grid, attend.threads, attend.shared_bytes, stream, self.address, is_early=True
+            )
 
     def compile_variants(self) -> None:
         """Compile and load every variant that a step may need, so that no step waits for one. In a block of `Ahead`,

@@ -41,14 +41,16 @@ def _compile(source: Program, sources: dict[str, str], options: tuple[str, ...])
     names = [name.encode() for name in source.headers]
     main = sources[source.main].encode()
     program = _checked(nvrtc.nvrtcCreateProgram(main, source.main.encode(), len(headers), headers, names))
-    (status,) = nvrtc.nvrtcCompileProgram(program, len(options), [option.encode() for option in options])
-    if status != nvrtc.nvrtcResult.NVRTC_SUCCESS:
-        log = bytearray(_checked(nvrtc.nvrtcGetProgramLogSize(program)))
-        nvrtc.nvrtcGetProgramLog(program, log)
-        raise CompileError(f"NVRTC: {status.name}: {log.decode(errors='replace')}")
-    code = bytearray(_checked(nvrtc.nvrtcGetCUBINSize(program)))
-    _checked(nvrtc.nvrtcGetCUBIN(program, code))
-    _checked(nvrtc.nvrtcDestroyProgram(program))
+    try:
+        (status,) = nvrtc.nvrtcCompileProgram(program, len(options), [option.encode() for option in options])
+        if status != nvrtc.nvrtcResult.NVRTC_SUCCESS:
+            log = bytearray(_checked(nvrtc.nvrtcGetProgramLogSize(program)))
+            nvrtc.nvrtcGetProgramLog(program, log)
+            raise CompileError(f"NVRTC: {status.name}: {log.decode(errors='replace')}")
+        code = bytearray(_checked(nvrtc.nvrtcGetCUBINSize(program)))
+        _checked(nvrtc.nvrtcGetCUBIN(program, code))
+    finally:
+        nvrtc.nvrtcDestroyProgram(program)
     return bytes(code)
 
 

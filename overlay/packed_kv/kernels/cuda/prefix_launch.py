@@ -15,18 +15,14 @@ from ...codecs.ring import Ring
 from ...layout import PageLayout
 from ..checks import check_int32
 from . import COLUMNS
+from .grids import Card, Kind, kind_of, kinds, make_schedulers
 from .kernel import Compilation, CudaKernel
 from .launch import (
     CALL_ARGUMENTS,
     STEP_ARGUMENTS,
-    Card,
-    Kind,
     Variant,
     constants,
-    kind_of,
-    kinds,
     layer_arguments,
-    make_schedulers,
     program,
     step_arguments,
 )

@@ -15,6 +15,8 @@ import triton
 import triton.language as tl
 
 from ...codecs.ring import Ring
+from ...formats import code_of
+from ...gpu_generations import Generation
 from ...layout import PageLayout, ring_slot_bytes
 from ..checks import check_pages, check_ring
 from ..kernel_layout import kernel_layout
@@ -31,6 +33,8 @@ MAX_REGISTERS = 128
 """32 x 8192 tokens of isoquant4 on an H200 (docs/tried.md) take 88.7 us at 128 registers,
 93.5 at 112 (fewer loads under way), 96.3 at 144 and 97.1 at 168 (fewer programs on an SM). 128 leave no spills at
 head_dim 128 with 8 columns."""
+ROOMY_REGISTERS = 168
+"""Register limit where 128 would spill into the loop over pages: 12 programs on an SM instead of 16."""
 WIDE_REGISTERS = 255
 """Register limit of wide tiles. 200 would not raise occupancy: a scheduler has 512 registers per lane."""
 OUTPUTS = 8 * 128
@@ -40,8 +44,6 @@ COLUMNS = 8, 16, 32
 """Columns of a tile. 8 are the right operand of `mma.m16n8k16`; wider tiles unpack once for several of these."""
 WIDE_HEAD_DIM = 128
 """Most channels of a head with tiles of more than 8 columns: above, they would not fit the registers."""
-PROGRAMS_PER_SM, WIDE_PROGRAMS_PER_SM = 16, 8
-"""Warps of `MAX_REGISTERS` and of `WIDE_REGISTERS` that fit an SM."""
 _MASKED = tl.constexpr(-1.0e30)
 
 
@@ -314,15 +316,23 @@ def _tile_bases(
     return base0, base1
 
 
+def most_registers(page: PageLayout, generation: Generation, *, has_bias: bool) -> int:
+    """Return the registers of a thread for tiles of 8 columns, so that the loop over pages does not spill.
+
+    From sm_100 on ptxas takes more than before: there, biases beside sign words of several groups do not fit 128.
+    """
+    signed = sum(code_of(bits).has_sign_words for bits in page.vector.group_bits)
+    return ROOMY_REGISTERS if generation.capability >= (10, 0) and has_bias and signed > 1 else MAX_REGISTERS
+
+
 @dataclass(frozen=True)
 class DecodeShape:
     """Shape and options that, with the cache, decide the variant of the kernel.
 
     `sliding_window`: tokens that a query sees, itself included, or None; `logits_soft_cap`: of the scores before the
     softmax, or None; `mean_blocks`: blocks of positions for which queries have a bias (`RotateQueryLaunch`), 0: they
-    have none; `tiles_a_block`: tiles of 32 of the cache's tokens in such a block, 0: all are in one; `max_registers` of
-    a thread at head_dim up to 128: `MAX_REGISTERS` on Hopper, elsewhere not tuned; of tiles with more than `OUTPUTS`
-    outputs and 8 columns `WIDE_REGISTERS`.
+    have none; `tiles_a_block`: tiles of 32 of the cache's tokens in such a block, 0: all are in one; `max_registers`:
+    of a thread, at head_dim up to `WIDE_HEAD_DIM` and up to `OUTPUTS` outputs or 8 columns.
     """
 
     kv_heads: int
@@ -332,7 +342,7 @@ class DecodeShape:
     logits_soft_cap: float | None = None
     mean_blocks: int = 0
     tiles_a_block: int = 0
-    max_registers: int | None = None
+    max_registers: int = MAX_REGISTERS
 
     def tiles(self, max_query_len: int) -> tuple[int, int]:
         """Columns of a tile and tiles of a KV head, for requests with at most so many query tokens."""
@@ -345,14 +355,25 @@ class DecodeShape:
         """True if tiles of so many columns take `WIDE_REGISTERS`."""
         return columns > COLUMNS[0] and columns * self.head_dim > OUTPUTS
 
-    def splits(self, requests: int, max_query_len: int, sm_count: int) -> int:
+    def register_limit(self, columns: int) -> int | None:
+        """Registers that a thread may take with tiles of so many columns; None: as many as there are."""
+        if self.is_wide(columns):
+            return WIDE_REGISTERS
+        return self.max_registers if self.head_dim <= WIDE_HEAD_DIM else None
+
+    def programs(self, columns: int, generation: Generation) -> int:
+        """Programs with tiles of so many columns that an SM holds at once, of one warp each."""
+        queries = 2 * columns * self.head_dim  # bytes of shared memory: fp16
+        return generation.resident_blocks(self.register_limit(columns) or WIDE_REGISTERS, queries)
+
+    def splits(self, requests: int, max_query_len: int, sm_count: int, generation: Generation) -> int:
         """Splits of each request: a wave of programs, at most 128.
 
         It knows no sequence length, so that a CUDA graph can hold the launch.
         """
         columns, tiles = self.tiles(max_query_len)
-        programs = WIDE_PROGRAMS_PER_SM if self.is_wide(columns) else PROGRAMS_PER_SM
-        return max(1, min(128, programs * sm_count // (requests * self.kv_heads * tiles)))
+        programs = self.programs(columns, generation) * sm_count
+        return max(1, min(128, programs // (requests * self.kv_heads * tiles)))
 
 
 class DecodeLaunch(Launch):
@@ -367,7 +388,7 @@ class DecodeLaunch(Launch):
             check_ring(ring.cache, shape.kv_heads, ring_slot_bytes(shape.head_dim))
         of_ring = cache if ring is None else ring.cache
         soft_cap = shape.logits_soft_cap or 0.0
-        registers = WIDE_REGISTERS if shape.is_wide(columns) else shape.max_registers if shape.head_dim <= 128 else None
+        registers = shape.register_limit(columns)
         super().__init__(
             _decode_kernel,
             Arguments(

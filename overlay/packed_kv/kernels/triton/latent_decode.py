@@ -13,6 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
+from ...gpu_generations import Generation
 from ...layout import MICRO_BLOCK, PageLayout
 from .. import power_of_2
 from ..checks import check_int32, check_pages
@@ -27,7 +28,10 @@ MICRO_BLOCKS = 4
 MAX_ROWS = 32
 """Most rows of a program. 16 at least: the left operand of `mma.m16n8k16`."""
 MAX_SPLITS = 128
-PROGRAMS_PER_SM = 2
+SHARED_BYTES = {16: 42 << 10, 32: 60 << 10}
+"""Shared memory of a program by its rows, at most, for latents of 512 channels with 64 of RoPE."""
+REGISTERS = 255
+"""Registers of a thread, at most."""
 MERGED_CHANNELS = 64
 _MASKED = tl.constexpr(-1.0e30)
 _LOG2_E = tl.constexpr(LOG2_E)
@@ -141,9 +145,15 @@ def _decode_latents_kernel(
     tl.store(partial_stats + slot * 2 + 1, total, mask=valid)
 
 
-def split_count(requests: int, tiles_of_rows: int, sm_count: int) -> int:
-    """Splits of each request: a wave of programs. It knows no sequence length, so that a CUDA graph can hold it."""
-    return max(1, min(MAX_SPLITS, PROGRAMS_PER_SM * sm_count // (requests * tiles_of_rows)))
+def programs(shape: LatentShape, generation: Generation) -> int:
+    """Programs that an SM holds at once."""
+    return generation.resident_blocks(REGISTERS, SHARED_BYTES[shape.rows], MICRO_BLOCKS)
+
+
+def split_count(requests: int, tiles_of_rows: int, resident: int) -> int:
+    """Splits of each request: a wave of programs, of which the card holds `resident` at once. It knows no sequence
+    length, so that a CUDA graph can hold it."""
+    return max(1, min(MAX_SPLITS, resident // (requests * tiles_of_rows)))
 
 
 def row_tiles(shape: LatentShape, max_query_len: int) -> int:

@@ -13,6 +13,7 @@ import functools
 import inspect
 import logging
 import textwrap
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, TypeVar
 
@@ -22,10 +23,11 @@ import triton
 from ..ahead import current, wait_for
 
 Bound = TypeVar("Bound")
+logger = logging.getLogger("vllm.packed_kv")
+MANY = 1000
+"""Bindings of one launch of a layer that get a line in the log: profiling, sleep and other caches take a few."""
 Value = Any
 """A tensor, a number, or a record (tuple) of values, whose fields a kernel reads by name."""
-logger = logging.getLogger("vllm.packed_kv")
-
 RUN = (
     "grid_0", "grid_1", "grid_2", "stream", "kernel.function", "kernel.packed_metadata", "launch_metadata",
     "knobs.runtime.launch_enter_hook", "knobs.runtime.launch_exit_hook", "*bound_args.values()",
@@ -228,6 +230,7 @@ class Launches:
 
     def __init__(self) -> None:
         self.held: dict[Any, tuple[Any, Any]] = {}
+        self.bindings: Counter[Any] = Counter()
 
     def get(self, name: Any, held_for: Any, bind: Callable[[], Bound]) -> Bound:
         """The launch bound last under `name`, if for the same tensors; else bind again. Only the last ones are kept, as
@@ -235,6 +238,14 @@ class Launches:
         held = self.held.get(name)
         if held is None or held[0] != held_for:
             held = self.held[name] = held_for, bind()
+            self.bindings[name] += 1
+            if self.bindings[name] == MANY:
+                logger.warning(
+                    "KV cache: a layer has bound its launch %r %d times, as its tensors change from step to step: "
+                    "right, but slower than to bind it once; please report the model and its options",
+                    name,
+                    MANY,
+                )
         return held[1]
 
     def clear(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from itertools import pairwise
+from typing import Any
 
 import torch
 from vllm.config import VllmConfig
@@ -18,8 +19,13 @@ from vllm.v1.kv_cache_interface import AttentionSpec
 from ...kernels.ahead import wait_for_all
 from ...vllm_compat import sparse_workspace_contexts
 from ..metadata import check_batch
+from ..protocols import DecodeBatch
 from ..step import StepCache
 
+Latents = tuple[torch.Tensor, torch.Tensor]
+"""Latents and RoPE channels as the model has them, [tokens, rank] and [tokens, rope_dim]."""
+Queries = tuple[torch.Tensor, torch.Tensor]
+"""[tokens, heads, rank], which meet stored latents, and [tokens, heads, rope_dim]."""
 WORKSPACE_CONTEXTS = 2
 """Contexts of the model that the workspace holds where vLLM does not say (`sparse_mla_prefill_workspace_factor`)."""
 
@@ -47,13 +53,54 @@ class PromptPart:
 @dataclass(kw_only=True)
 class SparseLatentMetadata(SparseMLACommonMetadata):
     """vLLM's metadata. `prompts`: all but the batch's decodes, whether they read picks or everything. `steps` keeps
-    what the first layer of a kind made for the others."""
+    what the first layer of a kind made for the others. `new_latents`: of the batch's tokens, in the layer that has
+    stored them and is about to attend."""
 
     prompts: tuple[PromptPart, ...] = ()
     steps: StepCache = field(default_factory=StepCache)
+    new_latents: Latents | None = None
 
     def __post_init__(self) -> None:
         pass  # vLLM's own allows three sizes
+
+
+@dataclass(frozen=True, kw_only=True)
+class SparseDecodes(DecodeBatch):
+    """The decodes of a step, with `requests`, int32 [tokens], the request of each query token, and `memory`, the step's
+    `SparseMemory`."""
+
+    requests: torch.Tensor
+    memory: Any
+
+
+@dataclass(frozen=True)
+class SparseBatch:
+    """Rows of a batch that a layer attends for: its decodes, or decodes and prompts.
+
+    `cache`: uint8 [blocks, block_size, slot_bytes]. `queries`: of the tokens that are attended to, decodes first.
+    `picks`: int32 [tokens, picks], positions in requests; negative: none. `new`: latents of these tokens; looked at
+    where there are prompts. `memory`: the step's `SparseMemory`, on a GPU. `output` [tokens, heads, rank] and, unless
+    None, `lse` fp32 [tokens, heads], natural, are to be filled.
+    """
+
+    metadata: SparseLatentMetadata
+    cache: torch.Tensor
+    queries: Queries
+    picks: torch.Tensor
+    new: Latents | None
+    memory: Any
+    output: torch.Tensor
+    lse: torch.Tensor | None
+
+    def queries_of(self, part: slice) -> Queries:
+        """Queries of some tokens."""
+        return self.queries[0][part], self.queries[1][part]
+
+    def new_of_prompts(self) -> Latents:
+        """Latents of the prompts' tokens."""
+        assert self.new is not None
+        part = slice(self.metadata.num_decode_tokens, len(self.picks))
+        return self.new[0][part], self.new[1][part]
 
 
 def workspace_rows(config: VllmConfig) -> int:

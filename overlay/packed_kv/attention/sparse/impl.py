@@ -9,7 +9,7 @@ gathered as of dense latents. Modelled on `SparseMLACommonImpl` of vLLM 0.33.0
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from vllm.model_executor.layers.attention.sparse_mla_attention import SparseMLACommonImpl
@@ -17,45 +17,12 @@ from vllm.model_executor.layers.attention.sparse_mla_attention import SparseMLAC
 from ...codecs.latent_rows import LatentRowCodec
 from ...refusals.facts import Attention, Facts, Layer
 from ...refusals.table import refuse
-from ...settings.options import read_options
-from ..metadata import longest_decode, most_decode_tokens
-from ..store import LatentStore, reference_latent_store
-from ..warmup import block_size_of
-from .base import PackedLatents, check_arguments
-from .in_pytorch import PrefixChunk, RecentContext, ReferenceLatentPrefix
-from .picks import Latents, PickAttention, PickKernels, PickLayout, ReferencePicks
-from .sparse_metadata import SparseLatentMetadata, workspace_rows
-
-LEAST_SLICE = 64
-"""Decodes whose picks the workspace holds together where they are gathered, however short the longest request: 151 MB
-for 2,048 picks each."""
-
-
-class SparseLatentKernels(NamedTuple):
-    """Kernels of a layer's attention: all writes, attention over picks, and what gathers prefixes of prompts."""
-
-    store: LatentStore
-    attention: PickAttention
-    prefix: ReferenceLatentPrefix | PickedPrefix
-
-
-class PickedPrefix:
-    """Reads the prefixes of prompts from latent rows by the kernel that gathers picks. See `ReferenceLatentPrefix`."""
-
-    def __init__(self, kernels: PickKernels) -> None:
-        self.kernels = kernels
-
-    def gather(
-        self, cache: torch.Tensor, block_table: torch.Tensor, chunk: PrefixChunk, rows: torch.Tensor,
-        recent: RecentContext | None = None,
-    ) -> None:  # fmt: skip
-        """See `ReferenceLatentPrefix.gather`. There is no ring."""
-        assert recent is None
-        numbers = torch.arange(len(rows), dtype=torch.int32, device=rows.device)
-        ends = chunk.cu_seq_lens[1:]
-        requests = torch.searchsorted(ends, numbers, right=True, out_int32=True)
-        positions = numbers - (chunk.cu_seq_lens[:-1] - chunk.starts)[requests.long()]
-        self.kernels.gather(cache, block_table, requests, positions, rows)
+from ..factory import sparse_kernels
+from ..latent.base import PackedLatents, check_arguments
+from ..layouts import EngineLimits, SparseLayout
+from ..warmup import block_size_of, warm_up_sparse
+from .layer import SparseKernels
+from .metadata import Latents, SparseLatentMetadata, workspace_rows
 
 
 class SparseLatentImpl(PackedLatents, SparseMLACommonImpl[SparseLatentMetadata]):
@@ -66,7 +33,7 @@ class SparseLatentImpl(PackedLatents, SparseMLACommonImpl[SparseLatentMetadata])
     can_return_lse_for_decode = False
     stores_latents = True
     """Read by the patched layer of vLLM, which has the store write and hands over `new_latents`."""
-    kernels: SparseLatentKernels | None = None
+    kernels: SparseKernels | None = None
 
     def __init__(
         self,
@@ -110,8 +77,6 @@ class SparseLatentImpl(PackedLatents, SparseMLACommonImpl[SparseLatentMetadata])
         self.sinks = sinks
         self.supports_dense_mha_prefill = sinks is None
         self.prepare()
-        self.new_latents: Latents | None = None
-        """Latents of the batch, from its store until its attention."""
         self.is_handed_latents = False
 
     def build(self, layer_name: str, layer: Any) -> None:
@@ -122,36 +87,26 @@ class SparseLatentImpl(PackedLatents, SparseMLACommonImpl[SparseLatentMetadata])
         self.is_handed_latents = hasattr(layer, "hands_over_latents")
         codec, weights = self.fold(layer_name, layer, LatentRowCodec)
         assert isinstance(codec, LatentRowCodec)
-        self.kernels = self._kernels(codec, weights.constant)
+        picks = int(self.config.model_config.hf_text_config.index_topk)
+        layer = SparseLayout(codec, self.num_heads, self.scale, weights.constant, picks, self.sinks)
+        self.kernels = sparse_kernels(layer, EngineLimits.of(self.config, self.device), workspace_rows(self.config))
+        if self.device.type == "cuda":
+            warm_up_sparse(self.kernels, block_size_of(self.config))
 
-    def _kernels(self, codec: LatentRowCodec, constant: torch.Tensor | None) -> SparseLatentKernels:
-        if self.device.type != "cuda":
-            attention = PickAttention(ReferencePicks(codec, self.scale, constant, self.sinks))
-            return SparseLatentKernels(
-                LatentStore(reference_latent_store(codec)), attention, ReferenceLatentPrefix(codec)
-            )
-        from ..triton_store import TritonLatentStore  # these import Triton, which the CPU platform may lack
-        from .hopper_picks import pick_decode
-        from .picks_on_cuda import CudaPicks
+    def _hand_over(self, new: Latents) -> None:
+        metadata = self._metadata()
+        if metadata is not None:
+            metadata.new_latents = new
 
-        config, scheduler = self.config, self.config.scheduler_config
-        picks, longest = int(config.model_config.hf_text_config.index_topk), longest_decode(config)
-        layer = PickLayout(codec, self.num_heads, self.scale, constant, picks, self.sinks)
-        option, rows = read_options(config.additional_config).decode_kernel, workspace_rows(config)
-        row_kernel = pick_decode(layer, option, most_decode_tokens(config), longest)
-        if row_kernel is None:
-            rows = max(rows, picks * min(LEAST_SLICE, scheduler.max_num_seqs))
-        kernels = CudaPicks(layer, rows, scheduler.max_num_batched_tokens, row_kernel)
-        store = LatentStore(TritonLatentStore(codec))
-        page = torch.zeros(1, block_size_of(config), codec.slot_bytes, dtype=torch.uint8, device=self.device)
-        kernels.warm_up(store, page)
-        return SparseLatentKernels(store, PickAttention(kernels), PickedPrefix(kernels))
+    new_latents = property(None, _hand_over)
+    """Latents of a batch. Whoever is about to attend sets them, as vLLM's patched layer does; the batch's metadata keep
+    them, so that nothing is left of a step that fails."""
 
     def do_kv_cache_update(
         self, kv_c_normed: torch.Tensor, k_pe: torch.Tensor, *arguments: Any, **options: Any
     ) -> None:
         """Store a batch; see `PackedLatents`. A layer that does not hand over its latents stores and attends in turn,
-        so they are kept here; where the store is in a CUDA graph, later steps do not pass here."""
+        so that is done here; where the store is in a CUDA graph, later steps do not pass here."""
         super().do_kv_cache_update(kv_c_normed, k_pe, *arguments, **options)
         if not self.is_handed_latents:
             self.new_latents = kv_c_normed, k_pe.flatten(1)
@@ -159,8 +114,8 @@ class SparseLatentImpl(PackedLatents, SparseMLACommonImpl[SparseLatentMetadata])
     def forward_mha(self, *arguments: Any, **options: Any) -> None:
         """Attend to a batch's prompts densely, by vLLM."""
         assert self.sinks is None, "dense attention of prompts would leave the sinks out"
-        super().forward_mha(*arguments, **options)
         self.new_latents = None
+        super().forward_mha(*arguments, **options)
 
     def forward_mqa(
         self,
@@ -179,9 +134,8 @@ class SparseLatentImpl(PackedLatents, SparseMLACommonImpl[SparseLatentMetadata])
             [tokens, heads, rank] of the queries' dtype, to be multiplied by the folded `W_UV`, and no lse.
         """
         q_latent, q_rope = q if isinstance(q, tuple) else q.split([self.kv_lora_rank, self.qk_rope_head_dim], dim=-1)
-        new, self.new_latents = self.new_latents, None
+        new, attn_metadata.new_latents = attn_metadata.new_latents, None
         buffer = self.topk_indices_buffer  # vLLM puts another in its place for drafts
         assert buffer is not None and self.kernels is not None
         picks = buffer[: len(q_latent)]
-        attention = self.kernels.attention
-        return attention.attend(attn_metadata, kv_c_and_k_pe_cache, (q_latent, q_rope), picks, new), None
+        return self.kernels.attend(attn_metadata, kv_c_and_k_pe_cache, (q_latent, q_rope), picks, new), None

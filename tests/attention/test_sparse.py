@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from packed_kv.attention.latent.picks import PickAttention, PickKernels, ReferencePicks
+from packed_kv.attention.layouts import SparseLayout
+from packed_kv.attention.sparse.layer import SparseKernels
 from packed_kv.attention.step import StepCache
 from packed_kv.codecs.latent_rows import LatentRowCodec
-from packed_kv.kernels.cuda import CAPABILITY
+from packed_kv.kernels.cuda import runs_on
 from packed_kv.layout import ROW_TOKENS
 from packed_kv.reference.sparse_latents import count_picks
 from sparse_batches import (
@@ -27,16 +28,17 @@ from sparse_batches import (
     sinks_of,
 )
 
-READS_ROWS = [False, True] if ON_CUDA and torch.cuda.get_device_capability() == CAPABILITY else [False]
+READS_ROWS = [False, True] if ON_CUDA and runs_on(torch.cuda.get_device_capability()) else [False]
 """Decodes gathered, and read by the CUDA kernel where the card has it."""
 
 
 def kernels_of(
     codec: LatentRowCodec, heads: int, constant: torch.Tensor | None, most_rows: int, *, reads_rows: bool,
     sinks: torch.Tensor | None = None,
-) -> PickKernels:  # fmt: skip
+) -> SparseKernels:  # fmt: skip
     if not ON_CUDA:
-        return ReferencePicks(codec, SCALE, constant, sinks)
+        layout, unused = SparseLayout(codec, heads, SCALE, constant, PICKS, sinks), None
+        return SparseKernels(layout, unused, unused)
     from vllm.v1.worker.workspace import init_workspace_manager, is_workspace_manager_initialized
 
     if not is_workspace_manager_initialized():
@@ -56,7 +58,7 @@ def test_a_batch(name: str, heads: int, has_sinks: bool, most_rows: int, reads_r
     batch, constant = Batch(codec, heads, most_rows), codec.output_constant()
     assert len(batch.metadata.prompts) == (2 if most_rows == 120 else 1)
     assert sum(part.stored_rows for part in batch.metadata.prompts) == 100 + 64
-    attention = PickAttention(kernels_of(codec, heads, constant, most_rows, reads_rows=reads_rows, sinks=sinks))
+    attention = kernels_of(codec, heads, constant, most_rows, reads_rows=reads_rows, sinks=sinks)
     found = attention.attend(batch.metadata, batch.cache, batch.queries, batch.picks, batch.new)
     expected = batch.expected(constant, sinks)
     there = (batch.picks >= 0).any(1)
@@ -72,7 +74,7 @@ def test_decodes_alone_look_at_no_new_latents(reads_rows: bool) -> None:
     codec = codec_of("tq4")
     batch = Batch(codec, 16, 400)
     decodes = batch.metadata.num_decode_tokens
-    attention = PickAttention(kernels_of(codec, 16, None, 400, reads_rows=reads_rows))
+    attention = kernels_of(codec, 16, None, 400, reads_rows=reads_rows)
     queries = tuple(x[:decodes] for x in batch.queries)
     found = attention.attend(batch.metadata, batch.cache, queries, batch.picks[:decodes], None)
     expected = batch.expected(None)[:decodes]
@@ -90,9 +92,8 @@ def test_store_and_decodes_in_a_graph(reads_rows: bool) -> None:
 
     codec, sinks = codec_of("tq4"), sinks_of(16)
     batch = Batch(codec, 16, 400)
-    kernels = kernels_of(codec, 16, None, 400, reads_rows=reads_rows, sinks=sinks)
-    store = TritonLatentStore(codec)
-    attention, tokens = PickAttention(kernels), batch.metadata.num_decode_tokens
+    attention = kernels_of(codec, 16, None, 400, reads_rows=reads_rows, sinks=sinks)
+    store, tokens = TritonLatentStore(codec), batch.metadata.num_decode_tokens
     slots = torch.full((tokens,), -1, dtype=torch.int64, device=DEVICE)
     picks = batch.picks[:tokens].clone()
     queries = tuple(x[:tokens].contiguous() for x in batch.queries)

@@ -1,0 +1,142 @@
+"""Records of what decides the kernels of a layer: its engine's limits, its shape, and options of its attention.
+Imports no Triton."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from ..kernels.cpu.jobs import Largest
+from ..kernels.served import Pairs
+from ..settings.options import read_options
+from .choice import Limits
+from .context_shard import UNSHARDED, ContextShard
+from .metadata import longest_decode
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+    from ..codecs.latent import LatentCodec
+    from ..codecs.latent_rows import LatentRowCodec
+    from ..codecs.pages import PagedCodec
+    from ..reference.attention import AttentionOptions
+
+
+@dataclass(frozen=True)
+class EngineLimits:
+    """Limits and options of an engine that decide the kernels of its layers.
+
+    `device`: where they run. `dtype`: of the model. `limits`: of decodes. `batch_tokens`, `request_tokens`: the most of
+    a batch and of a request. `option`: `decode_kernel` of `--additional-config`. `number`: the engine's own.
+    `has_ring`: whether the engine has a recent window.
+    """
+
+    device: torch.device
+    dtype: torch.dtype
+    limits: Limits
+    batch_tokens: int
+    request_tokens: int
+    option: str
+    number: int = 0
+    has_ring: bool = False
+
+    @property
+    def largest(self) -> Largest:
+        """The largest step of decodes."""
+        return Largest(self.limits.max_requests, self.limits.longest_decode, self.request_tokens, self.has_ring)
+
+    @property
+    def decode_tokens(self) -> int:
+        """The most query tokens of a batch's decodes, drafts included."""
+        return min(self.limits.max_requests * self.limits.longest_decode, self.batch_tokens)
+
+    @classmethod
+    def of(cls, config: VllmConfig, device: torch.device, *, has_ring: bool = False) -> EngineLimits:
+        model, scheduler = config.model_config, config.scheduler_config
+        # vLLM makes two requests of a decode whose drafts begin a chunk.
+        requests = scheduler.max_num_seqs * (2 if model.attention_chunk_size else 1)
+        return cls(
+            device=device,
+            dtype=model.dtype,
+            limits=Limits(longest_decode(config), requests, scheduler.max_num_batched_tokens),
+            batch_tokens=scheduler.max_num_batched_tokens,
+            request_tokens=model.max_model_len,
+            option=read_options(config.additional_config).decode_kernel,
+            number=id(config.compilation_config.static_forward_context),
+            has_ring=has_ring,
+        )
+
+
+@dataclass(frozen=True)
+class PairLayout:
+    """Shape of a layer of pairs, and options of its attention.
+
+    `codec`: on the layer's device. `query_heads`, `kv_heads`: of this rank; of all ranks that split the tokens, where
+    there are several. `shard`: what is in this rank's pages. Where there are several ranks, a step has lse to fill.
+    """
+
+    codec: PagedCodec
+    query_heads: int
+    kv_heads: int
+    options: AttentionOptions
+    limits: Limits
+    shard: ContextShard = UNSHARDED
+
+    def asked(self) -> Pairs:
+        """Return what a kernel is asked to serve."""
+        codec, options = self.codec, self.options
+        return Pairs(
+            codec.key.fmt, codec.key.head_dim, self.query_heads // self.kv_heads, codec.value.head_dim,
+            options.sliding_window, options.logits_soft_cap, options.sinks is not None,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class LatentLayout:
+    """Shape of a layer of latents, and options of its attention.
+
+    `codec`: on the layer's device. `heads`: query heads of this rank, or of all that split its tokens. `scale`: of
+    scores. `dtype`: of queries and outputs. `constant`: fp32 [rank], added to outputs, or None. `window`: tokens that a
+    query reads in its request's ring, 0: there is none. `is_shard`: whether the pages hold a rank's part of the tokens.
+    """
+
+    codec: LatentCodec
+    heads: int
+    scale: float
+    dtype: torch.dtype
+    limits: Limits
+    constant: torch.Tensor | None
+    window: int = 0
+    is_shard: bool = False
+
+
+class SparseKind(NamedTuple):
+    """Key of the layers that share a step."""
+
+    heads: int
+    scale: float
+    picks: int
+    has_sinks: bool
+
+
+@dataclass(frozen=True)
+class SparseLayout:
+    """Shape of a layer of latents whose tokens are picked, and options of its attention.
+
+    `codec`: of the layer; on a CUDA device for 512 + 64 channels. `heads`: query heads of this rank. `scale`: of
+    scores. `constant`: fp32 [rank], added to outputs, or None. `picks`: of a query token, `index_topk`. `sinks`: float
+    [heads], contiguous, the score of one more key of each head, which has no value; or None.
+    """
+
+    codec: LatentRowCodec
+    heads: int
+    scale: float
+    constant: torch.Tensor | None
+    picks: int
+    sinks: torch.Tensor | None = None
+
+    @property
+    def kind(self) -> SparseKind:
+        return SparseKind(self.heads, self.scale, self.picks, self.sinks is not None)

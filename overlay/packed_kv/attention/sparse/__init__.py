@@ -1,0 +1,1 @@
+"""Sparse attention over latents: each query token reads the tokens that vLLM's indexer picked for it."""

@@ -1,0 +1,17 @@
+"""The threads that kernels in C++ run on: `threads.h`."""
+
+from __future__ import annotations
+
+import ctypes
+
+from .build import Program, load_library
+
+PROGRAM = Program("threads.cpp", ("threads.h",))
+
+
+def thread_ids(count: int) -> set[int]:
+    """Return the threads, of which `count` were asked for, that work ran on. Raises BuildError."""
+    function = load_library(PROGRAM, "").thread_ids
+    function.restype, function.argtypes = ctypes.c_int64, [ctypes.POINTER(ctypes.c_uint64), ctypes.c_int64]
+    ids = (ctypes.c_uint64 * count)()
+    return set(ids[: function(ids, count)])

@@ -1,0 +1,184 @@
+"""The one answer to which kernel serves the decodes of a layer, up to how many query tokens of a request, and why no
+faster one does.
+
+All ask here: the layers themselves, the metadata's CUDA graphs, the metrics, `packed-kv plan`, `doctor` and `selftest`.
+No torch, as most of these have none.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from ..formats import Format, stored_dim
+from ..gpu_generations import GENERATIONS
+from . import cpu, cuda
+from .cpu.compiler import BuildError, best_target, find_compiler
+
+CUDA, TRITON, CPP, PYTORCH = "CUDA", "Triton", "C++", "PyTorch"
+"""Kernels: `kernels/cuda`, `kernels/triton`, `kernels/cpu`, and the reference."""
+TRITON_COLUMNS = 64
+"""Query heads of a KV head times query tokens of a request that the Triton kernel serves. It decodes a request's pages
+again for every tile of them; the prefill route does it once, but through memory. In tiles of 8 the kernel wins at every
+shape measured with 64 columns, with 128 no longer (docs/tried.md). The CUDA kernel, which decodes them once for 64
+columns, takes more (`kernels.cuda.longest_query`). The C++ kernel takes as many as Triton's."""
+ANY = 1 << 30
+"""Query tokens of any step: there is no limit."""
+
+
+class Engine(NamedTuple):
+    """An engine, as far as it decides which kernel serves.
+
+    `platform`: vLLM's, "cuda" or "cpu". `capability`: of the GPU; None: there is none, or it is not known. `option`:
+    `decode_kernel`. `is_fp32`: whether activations are. `longest_decode`: most query tokens of a request, drafts
+    included. `requests`: the most of a step. `ranks`: that split the tokens of a request. `is_here`: whether it runs on
+    this machine, whose compilers are then looked for.
+    """
+
+    platform: str
+    capability: tuple[int, int] | None = None
+    option: str = "auto"
+    is_fp32: bool = False
+    longest_decode: int = 1
+    requests: int = 1
+    ranks: int = 1
+    is_here: bool = True
+
+
+class Pairs(NamedTuple):
+    """A layer of K and V.
+
+    `fmt`: None: any format whose codes all kernels read. `head_dim`: channels of K. `group`: query heads per KV head of
+    this rank, or of all ranks that split tokens. `value_dim`: channels of V; None: as K. `sliding_window`: tokens; None
+    or 0: there is none. `soft_cap`: of scores; None or 0: there is none. `has_sinks`: whether heads have sinks.
+    """
+
+    fmt: Format | None
+    head_dim: int
+    group: int
+    value_dim: int | None = None
+    sliding_window: int | None = None
+    soft_cap: float | None = None
+    has_sinks: bool = False
+
+
+class Latents(NamedTuple):
+    """A layer of latent attention.
+
+    `fmt`: as of `Pairs`. `rank`, `rope_dim`: channels of a latent, and of RoPE, of 16 bits or 8. `heads`: query heads
+    of this rank, or of all ranks that split tokens. `are_picked`: whether an indexer picks the tokens.
+    """
+
+    fmt: Format | None
+    rank: int
+    rope_dim: int
+    heads: int
+    are_picked: bool = False
+
+
+class Served(NamedTuple):
+    """The kernel of a layer's decodes; the most query tokens of a request that it takes; and the reason, as the log has
+    it, why no faster kernel of the platform serves the layer, or "". What is longer takes the prefill route."""
+
+    kernel: str
+    longest: int
+    reason: str = ""
+
+
+def who_serves(engine: Engine, layer: Pairs | Latents) -> Served:
+    """Return what serves the decodes of `layer`."""
+    if engine.platform == "cpu":
+        lacks = cpp_lacks(layer, engine.ranks)
+        reason = f"the kernels do not serve {lacks}" if lacks else _no_compiler() if engine.is_here else ""
+        if engine.is_fp32 or reason:
+            return Served(PYTORCH, ANY, "activations are in fp32" if engine.is_fp32 else reason)
+        return Served(CPP, longest_of(CPP, layer))
+    if engine.is_fp32:
+        return Served(PYTORCH, ANY, "activations are in fp32")
+    lacks = cuda_lacks(engine, layer)
+    reason = f"the CUDA kernel does not support {lacks}" if lacks else ""
+    if engine.option == "triton":
+        reason = "the CUDA kernel is disabled by decode_kernel=triton"
+    kernel = TRITON if reason else CUDA
+    return Served(kernel, longest_of(kernel, layer), reason)
+
+
+def longest_of(kernel: str, layer: Pairs | Latents) -> int:
+    """Return the most query tokens of a request that a kernel takes of a layer. Of pairs it takes one of any layer, as
+    CUDA graphs need it; of picked latents any number, as each token is to it what a request is to others."""
+    if isinstance(layer, Pairs):
+        return max(1, cuda.longest_query(layer.group) if kernel == CUDA else TRITON_COLUMNS // layer.group)
+    return cuda.LATENT_ROWS // layer.heads if kernel == CUDA and not layer.are_picked else ANY
+
+
+def cuda_lacks(engine: Engine, layer: Pairs | Latents) -> str | None:
+    """Return what of a layer `kernels/cuda` does not serve, or None."""
+    if engine.capability is None:
+        return "a GPU of unknown compute capability"
+    if not cuda.runs_on(engine.capability):
+        served = " or ".join("{}.{}".format(*x.capability) for x in GENERATIONS if cuda.runs_on(x.capability))
+        return f"compute capability {engine.capability[0]}.{engine.capability[1]} (only {served})"
+    lacks = _pairs_cuda_lacks(engine, layer) if isinstance(layer, Pairs) else _latents_cuda_lacks(engine, layer)
+    return lacks or _unknown_codes(layer, cuda.BITS) or (cuda.missing() if engine.is_here else None)
+
+
+def _pairs_cuda_lacks(engine: Engine, layer: Pairs) -> str | None:
+    group, query_len, longest = layer.group, engine.longest_decode, cuda.longest_query(layer.group)
+    if layer.head_dim not in cuda.HEAD_DIMS:
+        return f"head size {layer.head_dim} (only {' and '.join(map(str, cuda.HEAD_DIMS))})"
+    if layer.value_dim not in (None, layer.head_dim):
+        return f"value heads of {layer.value_dim} channels beside key heads of {layer.head_dim}"
+    if query_len > longest:
+        return f"{group} query heads per KV head times {query_len} query tokens (at most {longest} tokens)"
+    passes = -(-query_len // cuda.pass_tokens(group))
+    if engine.requests * passes > cuda.MAX_REQUESTS:
+        return f"{engine.requests} requests at once (at most {cuda.MAX_REQUESTS // passes})"
+    if layer.sliding_window:
+        return "a sliding window"
+    if layer.soft_cap:
+        return "a soft cap"
+    return "attention sinks" if layer.has_sinks else None
+
+
+def _latents_cuda_lacks(engine: Engine, layer: Latents) -> str | None:
+    query_len = 1 if layer.are_picked else engine.longest_decode
+    if (layer.rank, layer.rope_dim) != cuda.LATENT:
+        rank, rope_dim = cuda.LATENT
+        return f"latents of {layer.rank} channels with {layer.rope_dim} of RoPE (only {rank} with {rope_dim})"
+    if layer.heads * query_len > cuda.LATENT_ROWS:
+        return f"{layer.heads} query heads times {query_len} query tokens (at most {cuda.LATENT_ROWS})"
+    return None
+
+
+def cpp_lacks(layer: Pairs | Latents, ranks: int = 1) -> str | None:
+    """Return what of a layer `kernels/cpu` does not serve, or None. ranks: that split the tokens of a request."""
+    if isinstance(layer, Pairs):
+        if ranks > 1:
+            return f"{ranks} ranks that split the tokens of a request"
+        if stored_dim(layer.head_dim) > cpu.VECTOR_CHANNELS:
+            return f"heads of {layer.head_dim} channels (at most {cpu.VECTOR_CHANNELS})"
+    elif layer.are_picked:
+        return "picked latents"
+    elif layer.rope_dim > cpu.MOST_ROPE:
+        return f"{layer.rope_dim} RoPE channels (at most {cpu.MOST_ROPE})"
+    elif layer.rank > cpu.MOST_CHANNELS:
+        return f"latents of {layer.rank} channels (at most {cpu.MOST_CHANNELS})"
+    if reason := _unknown_codes(layer, cpu.BITS):
+        return reason
+    unknown = layer.fmt is not None and layer.fmt.rotation not in cpu.ROTATIONS
+    return f"the rotation {layer.fmt.rotation}" if layer.fmt is not None and unknown else None
+
+
+def _unknown_codes(layer: Pairs | Latents, known: tuple[int, ...]) -> str | None:
+    channels = layer.head_dim if isinstance(layer, Pairs) else layer.rank
+    unknown = set(() if layer.fmt is None else layer.fmt.group_bits(channels)) - set(known)
+    return f"codes of {max(unknown)} bits" if unknown else None
+
+
+def _no_compiler() -> str:
+    """Return why no kernel can be compiled for this machine's CPU, or ""."""
+    try:
+        find_compiler()
+        best_target()
+    except BuildError as error:
+        return str(error)
+    return ""

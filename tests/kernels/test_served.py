@@ -1,0 +1,257 @@
+"""Who serves: layers take what `kernels/served.py` answers to random questions, and log its reasons."""
+
+from __future__ import annotations
+
+import random
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from checkout import DEMO_MODEL
+from packed_kv.attention import choice, impl, metadata
+from packed_kv.attention import cpu as pairs_on_cpu
+from packed_kv.attention.decode import HopperPairs, TritonPairs
+from packed_kv.attention.impl import PackedAttentionImpl
+from packed_kv.attention.latent import cpu as latents_on_cpu
+from packed_kv.attention.latent.decode import HopperLatents, TritonLatents
+from packed_kv.attention.latent.impl import LatentAttentionImpl
+from packed_kv.attention.latent.in_pytorch import ReferenceLatents
+from packed_kv.attention.layer import PairKernels
+from packed_kv.codecs.latent import LatentCodec
+from packed_kv.codecs.pages import PagedCodec
+from packed_kv.formats import FORMATS, Format
+from packed_kv.gpu_generations import GENERATIONS
+from packed_kv.kernels.served import (
+    CPP,
+    CUDA,
+    PYTORCH,
+    TRITON,
+    Engine,
+    Latents,
+    Pairs,
+    Served,
+    longest_of,
+    who_serves,
+)
+from vllm.config import set_current_vllm_config
+from vllm.engine.arg_utils import EngineArgs
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="a card answers for itself alone")
+HOPPER = Engine("cuda", (9, 0))
+OTHER_CODES = Format("other", rotation="hadamard", bits=4, outlier_bits=5)
+OTHER_ROTATION = Format("other", rotation="spun", bits=4)
+KERNELS = {
+    HopperPairs: CUDA, TritonPairs: TRITON, pairs_on_cpu.CpuPairs: CPP, type(None): PYTORCH,
+    HopperLatents: CUDA, TritonLatents: TRITON, latents_on_cpu.CpuLatents: CPP, ReferenceLatents: PYTORCH,
+}  # fmt: skip
+
+
+def random_question(numbers: random.Random) -> tuple[Engine, Pairs | Latents]:
+    """A question that one layer in two is served by the fastest kernel, roughly."""
+
+    def usually(value: Any, *others: Any) -> Any:
+        return value if numbers.random() < 0.8 else numbers.choice(others)
+
+    capabilities = [(9, 0)] * 12 + [generation.capability for generation in GENERATIONS]
+    platform = numbers.choice(("cuda", "cuda", "cpu"))
+    engine = Engine(
+        platform, None if platform == "cpu" else numbers.choice(capabilities), usually("auto", "triton"),
+        usually(False, True), usually(1, 4, 8, 21, 64), usually(8, 5461, 6000, 20000),
+    )  # fmt: skip
+    fmt = FORMATS[numbers.choice([*FORMATS])]
+    if numbers.random() < 0.4:
+        return engine, Latents(fmt, usually(512, 256), usually(64, 32, 160), usually(16, 5, 64))
+    head_dim, value_dim = usually((128, 128), (64, 64), (80, 80), (256, 256), (192, 128), (288, 288))
+    options = usually(None, 64), usually(None, 30.0), usually(False, True)
+    return engine, Pairs(fmt, head_dim, usually(4, 1, 7, 16, 65), value_dim, *options)
+
+
+@pytest.fixture(scope="module")
+def config() -> Any:
+    """Of an engine for the demo model."""
+    return EngineArgs(str(DEMO_MODEL), kv_cache_dtype="tq4", max_model_len=512).create_engine_config()
+
+
+@pytest.fixture
+def lines(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The lines that name kernels; nothing is compiled."""
+    found: list[str] = []
+
+    def note(text: str, *words: object, **_options: object) -> None:
+        found.append(text % words)
+
+    monkeypatch.setattr(choice.logger, "info_once", note, raising=False)
+    monkeypatch.setattr(pairs_on_cpu.logger, "warning_once", note, raising=False)
+    monkeypatch.setattr("packed_kv.kernels.cuda.missing", lambda: None)
+    monkeypatch.setattr(impl, "find_calibration", lambda *_arguments: None)
+    monkeypatch.setattr(impl, "window_tokens_of_model", lambda _config: 0)
+    for module, names in (
+        (pairs_on_cpu, ("wait_for_libraries", "compile_ahead", "CpuPrefill", "prefill_refusal")),
+        (pairs_on_cpu.store, ("CpuStore",)), (pairs_on_cpu.decode, ("CpuDecode",)),
+        (latents_on_cpu, ("wait_for", "CpuLatentDecode")),
+    ):  # fmt: skip
+        for name in names:
+            monkeypatch.setattr(module, name, lambda *_arguments, **_options: None)
+    pages = lambda codec: SimpleNamespace(codec=codec)  # noqa: E731
+    monkeypatch.setattr(latents_on_cpu, "CpuLatentPages", pages)
+    return found
+
+
+def take_kernel(
+    config: Any, engine: Engine, layer: Pairs | Latents, monkeypatch: pytest.MonkeyPatch
+) -> tuple[type, int, Pairs | None]:
+    """Return what an engine's layer takes, the most query tokens that it serves, and what it asked, of pairs."""
+    major, minor = engine.capability or (0, 0)
+    card = SimpleNamespace(multi_processor_count=4, major=major, minor=minor)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _device: card)
+    platform = SimpleNamespace(
+        is_cuda=lambda: engine.platform == "cuda", get_device_capability=lambda: engine.capability
+    )
+    monkeypatch.setattr(metadata, "current_platform", platform)
+    drafts = SimpleNamespace(parallel_drafting=False, num_speculative_tokens=engine.longest_decode - 1)
+    monkeypatch.setattr(config, "speculative_config", drafts)
+    monkeypatch.setattr(config.scheduler_config, "max_num_seqs", engine.requests)
+    monkeypatch.setattr(config.model_config, "dtype", torch.float32 if engine.is_fp32 else torch.bfloat16)
+    monkeypatch.setattr(config, "additional_config", {"packed_kv": {"decode_kernel": engine.option}})
+    with set_current_vllm_config(config):
+        assert metadata.engine_of(config)._replace(requests=engine.requests) == engine
+        if isinstance(layer, Latents):
+            return _take_latents(config, engine, layer)
+        return _take_pairs(engine, layer)
+
+
+def _take_pairs(engine: Engine, layer: Pairs) -> tuple[type, int, Pairs]:
+    assert layer.fmt is not None
+    sinks = torch.zeros(2 * layer.group) if layer.has_sinks else None
+    made = PackedAttentionImpl(
+        2 * layer.group, layer.head_dim, 0.1, 2, None, layer.sliding_window, layer.fmt.name, layer.soft_cap,
+        sinks=sinks, head_size_v=layer.value_dim,
+    )  # fmt: skip
+    codec = PagedCodec(layer.fmt, layer.head_dim, value_dim=layer.value_dim)
+    made.device = SimpleNamespace(type=engine.platform)
+    _, decode, _ = made._kernels(codec)
+    kernels = PairKernels(codec, 2 * layer.group, 2, made.options, None, decode, None)
+    batch = SimpleNamespace(decodes=3, decode_query_len=1)
+    if not kernels.count_decodes(batch, made.dtype):
+        decode = None
+    return type(decode), 0 if decode is None else decode.longest, made.asked()
+
+
+def _take_latents(config: Any, engine: Engine, layer: Latents) -> tuple[type, int, None]:
+    assert layer.fmt is not None
+    codec = LatentCodec(layer.fmt, layer.rank, layer.rope_dim)
+    made: Any = object.__new__(LatentAttentionImpl)
+    made.config, made.device, made.ranks = config, SimpleNamespace(type=engine.platform), None
+    made.kv_cache_dtype, made.scale, made.num_heads, made.window_layer = layer.fmt.name, 0.1, layer.heads, None
+    decode = made._kernels(codec, None).decode
+    return type(decode), decode.longest, None
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_layers_take_what_is_answered(
+    seed: int, config: Any, lines: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    numbers, taken, reasons = random.Random(seed), set(), set()
+    for _ in range(40):
+        engine, layer = random_question(numbers)
+        served = who_serves(engine, layer)
+        lines.clear()
+        kernel, longest, asked = take_kernel(config, engine, layer, monkeypatch)
+        assert KERNELS[kernel] == served.kernel, (engine, layer, served)
+        assert asked in (layer, None)
+        if isinstance(layer, Pairs) and served.kernel != PYTORCH:
+            assert longest == served.longest, (engine, layer)
+        taken.add((engine.platform, type(layer), served.kernel))
+        if not engine.is_fp32:
+            assert [line.endswith((f"Triton ({served.reason})", f": {served.reason}")) for line in lines] == (
+                [True] if served.reason else [False] * (engine.platform == "cuda")
+            ), (lines, served)
+            reasons.add(served.reason)
+    assert len(taken) >= 7 and len(reasons) >= 8, (taken, reasons)
+
+
+def lacks(layer: Pairs | Latents, **engine: Any) -> str:
+    """Return what of a layer the CUDA kernel does not serve, in words."""
+    served = who_serves(HOPPER._replace(is_here=False, **engine), layer)
+    assert (served.kernel == CUDA) == (served.reason == "")
+    return served.reason.removeprefix("the CUDA kernel does not support ")
+
+
+PAIRS, LATENTS = Pairs(FORMATS["tq4"], 128, 4), Latents(FORMATS["tq4"], 512, 64, 16)
+
+
+@pytest.mark.parametrize(
+    ("layer", "engine", "said"),
+    [
+        (PAIRS, {}, ""),
+        (PAIRS, {"capability": (8, 9)}, "compute capability 8.9 (only 9.0)"),
+        (PAIRS, {"capability": (10, 0)}, "compute capability 10.0 (only 9.0)"),
+        (PAIRS, {"capability": None}, "a GPU of unknown compute capability"),
+        (PAIRS._replace(head_dim=96), {}, "head size 96 (only 64 and 128)"),
+        (PAIRS._replace(head_dim=128, value_dim=64), {}, "value heads of 64 channels beside key heads of 128"),
+        (
+            PAIRS,
+            {"longest_decode": 65},
+            "4 query heads per KV head times 65 query tokens (at most 64 tokens)",
+        ),
+        (
+            PAIRS._replace(group=12),
+            {"longest_decode": 21},
+            "12 query heads per KV head times 21 query tokens (at most 20 tokens)",
+        ),
+        (PAIRS._replace(group=65), {}, "65 query heads per KV head times 1 query tokens (at most 0 tokens)"),
+        (PAIRS._replace(sliding_window=64), {}, "a sliding window"),
+        (PAIRS._replace(soft_cap=30.0), {}, "a soft cap"),
+        (PAIRS._replace(has_sinks=True), {}, "attention sinks"),
+        (PAIRS._replace(fmt=OTHER_CODES), {}, "codes of 5 bits"),
+        (PAIRS, {"requests": 16384}, ""),
+        (PAIRS, {"requests": 16385}, "16385 requests at once (at most 16384)"),
+        (PAIRS._replace(group=16), {"longest_decode": 9, "requests": 5461}, ""),
+        (
+            PAIRS._replace(group=16),
+            {"longest_decode": 9, "requests": 5462},
+            "5462 requests at once (at most 5461)",
+        ),
+        (LATENTS, {}, ""),
+        (LATENTS, {"capability": (8, 9)}, "compute capability 8.9 (only 9.0)"),
+        (LATENTS._replace(rank=256), {}, "latents of 256 channels with 64 of RoPE (only 512 with 64)"),
+        (LATENTS._replace(rope_dim=32), {}, "latents of 512 channels with 32 of RoPE (only 512 with 64)"),
+        (LATENTS._replace(heads=64), {"longest_decode": 3}, "64 query heads times 3 query tokens (at most 128)"),
+        (LATENTS._replace(heads=64, are_picked=True), {"longest_decode": 3}, ""),
+        (LATENTS._replace(fmt=OTHER_CODES), {}, "codes of 5 bits"),
+    ],
+)
+def test_sentences_of_the_cuda_kernel(layer: Pairs | Latents, engine: dict[str, Any], said: str) -> None:
+    assert lacks(layer, **engine) == said
+
+
+@pytest.mark.parametrize(
+    ("layer", "ranks", "said"),
+    [
+        (PAIRS._replace(head_dim=288), 1, "heads of 288 channels (at most 256)"),
+        (PAIRS._replace(fmt=OTHER_CODES), 1, "codes of 5 bits"),
+        (PAIRS._replace(fmt=OTHER_ROTATION), 1, "the rotation spun"),
+        (PAIRS, 2, "2 ranks that split the tokens of a request"),
+        (LATENTS._replace(rope_dim=160), 1, "160 RoPE channels (at most 128)"),
+        (LATENTS._replace(rank=544), 1, "latents of 544 channels (at most 512)"),
+        (LATENTS._replace(are_picked=True), 1, "picked latents"),
+    ],
+)
+def test_sentences_of_the_cpu(layer: Pairs | Latents, ranks: int, said: str) -> None:
+    engine = Engine("cpu", ranks=ranks, is_here=False)
+    assert who_serves(engine, layer) == Served(PYTORCH, 1 << 30, f"the kernels do not serve {said}")
+
+
+def test_longest() -> None:
+    assert [longest_of(CUDA, PAIRS._replace(group=group)) for group in (4, 12, 65)] == [64, 20, 1]
+    assert [longest_of(TRITON, PAIRS._replace(group=group)) for group in (4, 12, 65)] == [16, 5, 1]
+    assert longest_of(CUDA, LATENTS) == 8 and longest_of(TRITON, LATENTS) > 1000
+
+
+def test_a_compiler_is_looked_for_on_this_machine_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    monkeypatch.setattr("packed_kv.kernels.cuda.missing", lambda: "a machine without NVRTC")
+    assert who_serves(Engine("cpu"), PAIRS).reason.startswith("CXX=no-such-compiler: there is no such program")
+    assert who_serves(HOPPER, PAIRS).reason == "the CUDA kernel does not support a machine without NVRTC"
+    assert [who_serves(on._replace(is_here=False), PAIRS).kernel for on in (Engine("cpu"), HOPPER)] == [CPP, CUDA]
