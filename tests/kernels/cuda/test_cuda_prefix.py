@@ -47,7 +47,7 @@ def run(
     """Return output and lse of the chunks' rows over their prefixes, both in float64, and the RMS of the scores.
 
     A chunk's own tokens lie behind its prefix, and are large: whoever reads one is noticed. Of a ring of `recent`
-    tokens, requests have those from `hits` on; it begins `early` tokens before, which are not there.
+    tokens, requests have those from `hits` on; it begins `early` tokens before, of another V.
     `unused`: passes of the table without rows.
     """
     generator = torch.Generator().manual_seed(head_dim + len(chunks))
@@ -84,14 +84,14 @@ def run(
             codec.value.decode(codec.value.encode(value)),
         ]
         if ring is not None:
-            rotated = codec.prepare(key, value, ids)
-            there = ids[first[i] : prefix]
+            is_recent = (ids >= first[i])[:, None, None]
+            rotated = codec.prepare(key, torch.where(is_recent, value, 1e4), ids)
+            there = ids[max(first[i] - early, 0) : prefix]
             ring_slots = ring.block_table[i, there // 32].long() * 32 + there % 32
             reference.write(ring.cache, ring_slots, *(x[there] for x in rotated))
             stored = [reference.round_trip(x).double() for x in rotated]
             from_ring = [codec.whole_keys(stored[0].transpose(0, 1), ids).transpose(0, 1), stored[1]]
             from_ring = [part.unrotate(x) for part, x in zip((codec.key, codec.value), from_ring, strict=True)]
-            is_recent = (ids >= first[i])[:, None, None]
             of_pages = [
                 torch.where(is_recent, a.double(), b.double()) for a, b in zip(from_ring, of_pages, strict=True)
             ]
