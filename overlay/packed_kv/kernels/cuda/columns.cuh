@@ -46,7 +46,6 @@ struct Request {
     int index, start, count, seq_len, recent;  // the ring has the tokens from `recent`
 
     INLINE Request(const Arguments& a, const WorkItem& item) {
-        seq_len = item.tokens;
         if constexpr (HAS_PASS_TABLE) {
             const Quad pass = load_constant_16(a.query_start + 4 * item.request);
             index = pass.x, start = pass.y, count = pass.z;
@@ -54,6 +53,7 @@ struct Request {
             index = item.request / PASSES;
             start = a.query_start[index], count = a.query_start[index + 1] - start;
         }
+        seq_len = item.tokens;
         if constexpr (PASSES > 1) {
             const int first = item.request % PASSES * PASS_TOKENS, later = max(count - first - PASS_TOKENS, 0);
             start += first, count -= first + later, seq_len -= later;
