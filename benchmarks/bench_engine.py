@@ -309,12 +309,16 @@ class Engine:
             raise RuntimeError("PyTorch's profiler sees no kernel: it needs CUPTI, and the engine in this process")
         return covered((event.time_range.start, event.time_range.end) for event in on_device) * 1e-6 / steps
 
-    def mixed_steps(self, requests: int, context: int, prompt: int, steps: int) -> tuple[list[float], list[float]]:
+    def mixed_steps(
+        self, requests: int, context: int, prompt: int, steps: int, prefix: int = 0
+    ) -> tuple[list[float], list[float]]:
         """Seconds of each of `steps` steps in which `requests` requests decode and a new prompt is prefilled, and of
         the host's launches in each.
 
         A prompt that is longer than a step's tokens runs in chunks, the next one behind it: steps are full. The pages
         must have been filled, and what runs must fit.
+
+        prefix: tokens of which the cache has the pages, before those of a prompt that fits a step.
         """
         self._start_decodes(requests, context, steps)
         limit = self.engine.vllm_config.scheduler_config.max_num_batched_tokens
@@ -325,7 +329,9 @@ class Engine:
         times = []
         for _ in range(steps):
             if 0 < prompt <= limit - requests:
-                self._add(prompt, 1)
+                self._add(prefix + prompt, 1)
+                for request in self.scheduler.waiting:
+                    request.num_computed_tokens = prefix  # as after a transfer from another engine's cache
             started = time.perf_counter()
             self._step()
             times.append(time.perf_counter() - started)

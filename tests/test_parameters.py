@@ -56,6 +56,7 @@ EXCEPTIONS = {
     "cases of tests, which name by keyword what differs from the defaults": (
         "tests/kernels/cuda/test_cuda_latent.py Case",
         "tests/kernels/cuda/test_cuda_picks.py Case",
+        "tests/kernels/cuda/test_cuda_prefix.py run",
         "tests/kernels/test_block_bias.py run",
         "tests/kernels/triton/test_decode.py run",
         "tests/kernels/triton/test_ring.py run",

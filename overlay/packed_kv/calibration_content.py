@@ -52,7 +52,7 @@ class FaultError(ValueError):
 
 
 class Content(NamedTuple):
-    """What a file says: the fields of `Calibration` behind its path."""
+    """Content of a file: the fields of `Calibration` behind its path."""
 
     recipe: str
     head_size: int

@@ -11,7 +11,7 @@ from functools import cache
 from pathlib import Path
 
 import torch
-from packed_kv.kernels.cuda import latent_launch, latent_ring_launch, launch
+from packed_kv.kernels.cuda import grids, latent_launch, latent_ring_launch, launch, prefix_launch
 from packed_kv.kernels.cuda.source import LATENT, LATENT_RING, Program, read_sources
 
 FOLDER = Path(__file__).parent / "emulator"
@@ -55,6 +55,30 @@ def run(
     build(launch.program(constants), "launch.cpp", tuple(constants.items())).launch(arguments, *blocks)
 
 
+class CudaDecode(launch.CudaDecode):
+    """Runs `decode.cu` on tensors on the CPU."""
+
+    def __call__(self, shape: grids.Grid, max_query_len: int, requests: int, step: bytes, output: torch.Tensor) -> None:
+        values = dict(self.compilation((shape.warps, shape.is_final, max_query_len)).constants)
+        passes = grids.pass_count(self.group, max_query_len)
+        x, z = (1, shape.blocks) if shape.is_final else (shape.blocks, requests * passes)
+        run(values, (x, self.kv_heads, z), output, step, bytes(self.arguments[self.layer_at :]))
+
+    def compile_variants(self, longest_decode: int) -> None:
+        pass
+
+
+class CudaPrefix(prefix_launch.CudaPrefix):
+    """Runs `decode.cu` over prefixes on tensors on the CPU."""
+
+    def __call__(self, items: int, step: bytes, output: torch.Tensor) -> None:
+        values = launch.constants(self.page, self.kv_heads, self.group, self.variant)
+        run(values, (1, self.kv_heads, items), output, step, bytes(self.arguments[self.layer_at :]))
+
+    def compile_variants(self) -> None:
+        pass
+
+
 def run_latent(constants: dict[str, str], call: bytes, step: latent_launch.Step, layer: bytes, heads: int) -> None:
     """Run `latent.cu` on tensors on the CPU.
 
@@ -64,8 +88,8 @@ def run_latent(constants: dict[str, str], call: bytes, step: latent_launch.Step,
         step: of `make_step`.
         heads: query heads.
     """
-    grids = (step.shape.row_blocks, step.shape.partitions, heads * step.max_query_len, step.requests)
-    build(LATENT, "latent.cpp", tuple(constants.items())).launch(call + step.arguments + layer, *grids)
+    blocks = (step.shape.row_blocks, step.shape.partitions, heads * step.max_query_len, step.requests)
+    build(LATENT, "latent.cpp", tuple(constants.items())).launch(call + step.arguments + layer, *blocks)
 
 
 class CudaLatentRing(latent_ring_launch.CudaLatentRing):

@@ -31,7 +31,7 @@ from packed_kv.codecs.ring import Ring
 from packed_kv.kernels import ahead
 from packed_kv.kernels.ahead import Ahead, current, wait_for, wait_for_all
 from packed_kv.kernels.cuda import kernel as cuda_kernel
-from packed_kv.kernels.cuda import latent_launch, latent_ring_launch
+from packed_kv.kernels.cuda import latent_launch, latent_ring_launch, prefix_launch
 from packed_kv.kernels.cuda import launch as cuda
 from packed_kv.kernels.cuda.source import LATENT
 from packed_kv.kernels.triton.launch import Arguments, Launch
@@ -238,13 +238,19 @@ def test_profiling_compiles_what_steps_launch(
     def of_cuda(self, grid, length, *_) -> None:
         launched.add(self.compilation((grid.warps, grid.is_final, length)))
 
+    def of_prefixes(self, *_) -> None:
+        if not current():
+            launched.add(self.compilation(None))
+
     monkeypatch.setattr(cuda.CudaDecode, "__call__", lambda *a: None if current() else of_cuda(*a))
+    monkeypatch.setattr(prefix_launch.CudaPrefix, "__call__", of_prefixes)
+    monkeypatch.setattr(prefix_launch, "PAYS", dict.fromkeys((False, True), prefix_launch.Pays(2, 1)))
     monkeypatch.setattr("packed_kv.kernels.cuda.missing", lambda: None)
     card = SimpleNamespace(multi_processor_count=1, major=major, minor=0)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _device: card)
     codec = PagedCodec(FORMATS["tq4"], HEAD_DIM, device=DEVICE)
     shard = ContextShard()
-    served = layer(codec, shard, None, AttentionOptions(HEAD_DIM**-0.5), in_pytorch=False)
+    served = layer(codec, shard, None, AttentionOptions(HEAD_DIM**-0.5), in_pytorch=False, max_tokens=64)
     window = window_layer() if has_ring else None
 
     def inputs(tokens: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -256,7 +262,8 @@ def test_profiling_compiles_what_steps_launch(
         PairWarmup(served, inputs(64)[0], None, None, BLOCK, None).run(shares_cache=True)
     assert not launched and len(noted) >= 6
     for lengths in (
-        [(20, 20), (3, 3)], [(40, 3)], [(40, 1), (40, 3)], [(40, 1), (3, 3)], *([(9, 1)] * n for n in range(1, 9)),
+        [(20, 20), (3, 3)], [(40, 3)], [(40, 1), (40, 3)], [(40, 1), (3, 3)], [(64, 40)], [(40, 3)] * 9,
+        *([(9, 1)] * n for n in range(1, 9)),
     ):  # fmt: skip
         metadata, _ = batch(shard, lengths)
         metadata.decode_query_len = 1

@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 import torch
-from packed_kv.attention import decode, prefill, triton_store
+from packed_kv.attention import decode, fused_prefix, prefill, triton_store
 from packed_kv.attention.latent import prefix as latents
 from packed_kv.attention.layer import PairKernels
 from packed_kv.attention.step import StepCache
 from packed_kv.codecs.ring import Ring
-from packed_kv.kernels.cuda import latent_launch, latent_ring_launch, launch
+from packed_kv.kernels.cuda import grids, latent_launch, latent_ring_launch, launch
 from packed_kv.kernels.cuda.kernel import CudaKernel, Function
 from packed_kv.kernels.triton.launch import Arguments, Launches, StepLaunch
 from packed_kv.window.metadata import WindowMetadata
@@ -156,7 +156,7 @@ def test_threads_do_not_launch_with_each_others_arguments(of: str, monkeypatch: 
     if of == "pairs":
         attend, module, key, kernels = object.__new__(launch.CudaDecode), launch, (1, True, 1), 1
         steps = [bytes([n]) * launch.STEP_ARGUMENTS.size for n in numbers]
-        calls = [partial(attend, launch.Grid(1, 1, True), 1, 1, step, vectors()[0]) for step in steps]
+        calls = [partial(attend, grids.Grid(1, 1, True), 1, 1, step, vectors()[0]) for step in steps]
         attend.kv_heads = attend.group = 1
     elif of == "latents":
         attend, module, key, kernels = object.__new__(latent_launch.CudaLatentDecode), latent_launch, 16, 2
@@ -247,10 +247,22 @@ def of_decode(monkeypatch: pytest.MonkeyPatch) -> tuple[Binder, Callable[..., No
     layer.bound, layer.splits = Launches(), object.__new__(decode.Splits)
     layer.splits.layer = SimpleNamespace(options=SimpleNamespace(sinks=None))
     layer._bind = binder
-    step: Any = decode.HopperPairStep(None, None, None, 1, 1, b"", ())
+    step: Any = decode.HopperPairStep(None, None, grids.Grid(1, 1, True), 1, 1, b"", ())
 
     def attend(cache: torch.Tensor, ring: torch.Tensor, output: torch.Tensor) -> None:
         layer.attend(step, cache, (), Ring(ring, ring, ring, 8), output)
+
+    return binder, attend, {"cache": cache_of(), "ring": cache_of(), "output": heads(4)}
+
+
+def of_prefixes(monkeypatch: pytest.MonkeyPatch) -> tuple[Binder, Callable[..., None], dict[str, torch.Tensor]]:
+    binder, bound = Binder(), Launches()
+    layer: Any = object.__new__(fused_prefix.FusedPrefix)
+    layer._bind, layer.shape = binder, SimpleNamespace(kv_heads=2, group=2)
+
+    def attend(cache: torch.Tensor, ring: torch.Tensor, output: torch.Tensor) -> None:
+        results: Any = SimpleNamespace(output=output)
+        layer.attend(fused_prefix.PrefixStep(results, 1, b"", ()), bound, cache, Ring(ring, ring, ring, 8))
 
     return binder, attend, {"cache": cache_of(), "ring": cache_of(), "output": heads(4)}
 
@@ -286,7 +298,7 @@ def of_latents(monkeypatch: pytest.MonkeyPatch) -> tuple[Binder, Callable[..., N
     return binder, gather, {"cache": cache_of(), "ring": cache_of(), "rows": heads(1)}
 
 
-BOUND = (of_store, of_decode, of_gather, of_latents)
+BOUND = (of_store, of_decode, of_prefixes, of_gather, of_latents)
 
 
 @pytest.mark.parametrize("make", BOUND, ids=lambda make: make.__name__.removeprefix("of_"))
@@ -334,10 +346,10 @@ def test_a_step_of_other_rings_is_made_anew() -> None:
     kernels.decode = decode_kernel
     table = torch.zeros(1, 1, dtype=torch.int32)
     tables = {"block_table": table, "query_start_loc": table[0], "stored_lens": table[0], "positions": table[0]}
-    metadata: Any = SimpleNamespace(**tables, decodes=0, decode_tokens=0, decode_query_len=1, steps=StepCache())
+    metadata: Any = SimpleNamespace(**tables, context=[], decode_tokens=0, decode_query_len=1, steps=StepCache())
     for number in range(20):
         rings = WindowMetadata(table, table, table[0])  # those before are gone
         window: Any = WindowStep(SimpleNamespace(kv_cache=table, window=8), rings, is_shared=False)
         for _ in range(2):
-            assert kernels.prepare_decodes(metadata, window) == number + 1
+            assert kernels.prepare_decodes(metadata, 0, window) == number + 1
     assert made == list(range(20))

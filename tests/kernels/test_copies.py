@@ -21,7 +21,7 @@ import pytest
 import torch
 from machine_code import Code, Frame, Instruction, is_shared_load, loads_under_way, reached
 from packed_kv.formats import FORMATS
-from packed_kv.kernels.cuda import HEAD_DIMS, grids, latent_launch, launch, nvrtc
+from packed_kv.kernels.cuda import COLUMNS, HEAD_DIMS, grids, latent_launch, launch, nvrtc
 from packed_kv.kernels.cuda.source import LATENT, Program, read_sources
 from packed_kv.layout import latent_layout, page_layout, row_layout
 
@@ -112,7 +112,7 @@ def pairs() -> Iterator[Variant]:
                 warps = 1
             variant = launch.Variant(
                 warps, is_final, columns, 16, ring, 64, has_bias, dtype, has_lse and is_final, tiles,
-                passes if columns == grids.COLUMNS else 1,
+                passes if columns == COLUMNS else 1,
             )  # fmt: skip
             if variant in seen:
                 continue

@@ -45,7 +45,7 @@ def test_parts_one_after_the_other(path: str) -> None:
     done = run(path)
     assert done.returncode == 0, done.stderr
     kernels, selftest, engine, picked, memcheck = done.stdout.split("== ")[1:]
-    first = "tests/codecs/test_cuda.py tests/attention/test_sparse.py tests/kernels"
+    first = "tests/codecs/test_cuda.py tests/attention/test_sparse_steps.py tests/kernels"
     assert f"ran -n 8 {first} --ignore=tests/kernels/test_compile.py" in kernels
     assert "ran tests/selftest/test_selftest_on_cuda.py" in selftest
     assert "ran -n 5 tests/engine/test_on_cuda.py tests/engine/test_latent_on_cuda.py" in engine

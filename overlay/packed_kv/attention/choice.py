@@ -13,10 +13,12 @@ logger = init_logger("vllm.packed_kv")
 
 
 class Limits(NamedTuple):
-    """The most that a step asks of a decode kernel: query tokens of a request, drafts included, and requests."""
+    """The most that a step asks of a decode kernel: query tokens of a request, drafts included; requests; and tokens of
+    a batch with prompts, whose prefixes the kernel may read (0: it does not)."""
 
     longest_decode: int
     max_requests: int
+    max_tokens: int = 0
 
 
 def find_kernel(

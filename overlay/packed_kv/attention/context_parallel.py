@@ -110,7 +110,7 @@ class ContextParallelAttention:
         assert metadata.lse is not None
         lse = metadata.lse[: page_rows * queries.shape[1]].view(page_rows, -1)
         of_shard = batch._replace(query=queries, output=over_shard)
-        decode_step = kernels.prepare_decodes(metadata, None, lse[:decode_rows]) if decodes else None
+        decode_step = kernels.prepare_decodes(metadata, decodes, None, lse[:decode_rows]) if decodes else None
         kernels.store.store(of_shard, decodes, decode_step)
         if decode_step is not None:
             assert kernels.decode is not None

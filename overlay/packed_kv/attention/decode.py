@@ -24,8 +24,11 @@ from ..kernels.triton.means import Means
 from ..kernels.triton.merge import MergeLaunch, merge_tile
 from ..kernels.triton.rotate import QueryRotation, RotateQueryLaunch, RotateStep, rotation_matrix
 from .choice import find_kernel
+from .context_shard import UNSHARDED
+from .fused_prefix import FusedPrefix, PrefixStep
 from .layouts import PairLayout
-from .protocols import DecodeBatch, DecodeKernel
+from .passes import OverPrefixes
+from .protocols import DecodeBatch, DecodeKernel, PrefixBatch
 
 
 def rotation_of(layer: PairLayout) -> QueryRotation:
@@ -75,13 +78,15 @@ class TritonPairStep(PairStep):
 
 @dataclass(frozen=True)
 class HopperPairStep(PairStep):
-    """Grid and arguments of the CUDA kernel's launch; `tensors` keeps alive those whose addresses are arguments."""
+    """Grid and arguments of the CUDA kernel's launch over decodes, None if there are none; and the step of its passes
+    over prefixes, None likewise. `tensors` keeps alive those whose addresses are arguments."""
 
-    grid: grids.Grid
+    grid: grids.Grid | None
     max_query_len: int
     requests: int
     arguments: bytes
     tensors: tuple[Any, ...]
+    prefixes: PrefixStep | None = None
 
 
 class Splits:
@@ -112,9 +117,11 @@ class Splits:
         layer, dims = self.layer, (self.layer.codec.key.head_dim, self.layer.codec.value.head_dim)
         return PairKind(by_cuda, layer.query_heads, layer.kv_heads, dims, self.shape.mean_blocks)
 
-    def take(self, tokens: int, partial: tuple[int, int, int]) -> list[torch.Tensor]:
-        """Return workspace: rotated queries, partial outputs of this shape, their softmax state; and for queries'
-        biases, if there are any."""
+    def take(
+        self, tokens: int, partial: tuple[int, int, int], *more: tuple[tuple[int, ...], torch.dtype]
+    ) -> list[torch.Tensor]:
+        """Return workspace: rotated queries, partial outputs of this shape, their softmax state; then queries' biases,
+        if there are any, and tensors of the shapes and dtypes `more`."""
         head_dim, heads, blocks = self.shape.head_dim, self.layer.query_heads, self.shape.mean_blocks
         bias = [((tokens, heads, 1 + blocks), torch.float32)] if blocks else []
         return current_workspace_manager().get_simultaneous(
@@ -122,6 +129,7 @@ class Splits:
             ((*partial, head_dim), torch.float32),
             ((*partial, 2), torch.float32),
             *bias,
+            *more,
         )
 
     def count(self, requests: int, query_len: int) -> int:
@@ -247,49 +255,78 @@ class HopperPairs(DecodeKernel[HopperPairStep, None]):
         self.matrix = cuda.pack_matrix(self.splits.from_rotated)
         self.counters = grids.make_counters(limits.max_requests, self.card, columns, device)
         self.schedulers = grids.make_schedulers(limits.max_requests, self.card, columns, device)
+        self.prefix: FusedPrefix | None = None
+        if limits.max_tokens and layer.shard == UNSHARDED:
+            self.prefix = FusedPrefix(layer.codec.layout, self.shape, self.card, self.matrix, limits)
+            self.pass_limits = self.prefix.limits
 
     def reserve(self) -> None:
         """Size the workspace, and compile the schedulers."""
         self.splits.reserve()
         tokens, columns = self.layer.limits.max_requests * self.splits.longest, self._columns(self.splits.longest)
+        more: list[tuple[tuple[int, ...], torch.dtype]] = []
+        if self.prefix is not None:
+            tokens, more = max(tokens, self.prefix.limits.rows), self.prefix.most_memory()
+            self.prefix.schedules.compile()
         for scheduler in self.schedulers.values():
             scheduler(torch.zeros(1, dtype=torch.int32, device=scheduler.items.device))
-            self.splits.take(tokens, (len(scheduler.items), self.layer.kv_heads, columns))
+            self.splits.take(tokens, (len(scheduler.items), self.layer.kv_heads, columns), *more)
 
     def prepare(self, batch: DecodeBatch) -> HopperPairStep:
+        return self._prepare(batch, None)
+
+    def prepare_with_prefixes(self, batch: DecodeBatch, prefixes: PrefixBatch) -> HopperPairStep:
+        return self._prepare(batch, prefixes)
+
+    def _prepare(self, batch: DecodeBatch, prefixes: PrefixBatch | None) -> HopperPairStep:
         requests, query_len, schedule = len(batch.seq_lens), batch.max_query_len, None
-        grid = self.grid(requests, query_len)
-        if grid.is_final:
+        grid = self.grid(requests, query_len) if requests else None
+        partial_shape = 0, self.layer.kv_heads, 1
+        if grid is not None and grid.is_final:
             columns, passes = self._columns(query_len), grids.pass_count(self.shape.group, query_len)
             kind = grids.kind_of(requests * passes, self.card, columns)
             schedule = self.schedulers[kind](batch.seq_lens, passes)
             partial_shape = grid.blocks, self.layer.kv_heads, columns
-        else:
+        elif grid is not None:
             partial_shape = batch.tokens, self.layer.query_heads, grid.blocks
-        rotated, partial, stats, *rest = self.splits.take(batch.tokens, partial_shape)
-        bias = rest[0] if rest else None
+        rows, more = batch.tokens, []
+        if prefixes is not None:
+            assert self.prefix is not None
+            rows = max(rows, prefixes.passes.rows)
+            more = self.prefix.memory(prefixes.passes.rows, self.prefix.items(prefixes.passes), prefixes.dtype)
+        rotated, partial, stats, *rest = self.splits.take(rows, partial_shape, *more)
+        bias = rest.pop(0) if self.shape.mean_blocks else None
         tables = batch.block_table, batch.query_start, batch.seq_lens
         tensors = (rotated, *tables, partial, stats, bias, batch.ring, batch.lse, schedule)
+        has_merge = grid is not None and not grid.is_final
+        of_prefixes = None
+        if prefixes is not None and self.prefix is not None:
+            of_prefixes = self.prefix.prepare(prefixes, rotated, bias, rest)
         return HopperPairStep(
             rotate=self.splits.prepare_rotation(rotated, batch, bias),
-            merge=None if grid.is_final else self.splits.prepare_merge(partial, stats, batch.lse),
+            merge=self.splits.prepare_merge(partial, stats, batch.lse) if has_merge else None,
             grid=grid,
             max_query_len=query_len,
             requests=requests,
             arguments=cuda.step_arguments(*tensors),
             tensors=tensors,
+            prefixes=of_prefixes,
         )
 
     def attend(
         self, step: HopperPairStep, cache: torch.Tensor, queries: tuple[torch.Tensor, ...], ring: Ring | None = None,
         output: torch.Tensor | None = None,
     ) -> None:  # fmt: skip
-        assert output is not None
+        assert output is not None and step.grid is not None
         held_for = self.splits.held_for(cache, ring, output)
         decode, merges = self.bound.get("decode", held_for, lambda: (self._bind(cache, ring, output), _none_yet()[1]))
         decode(step.grid, step.max_query_len, step.requests, step.arguments, output)
         if step.merge is not None:
             self.splits.merge(step.merge, merges, output)
+
+    def attend_prefixes(self, step: HopperPairStep, cache: torch.Tensor, ring: Ring | None = None) -> OverPrefixes:
+        assert self.prefix is not None and step.prefixes is not None
+        return self.prefix.attend(step.prefixes, self.bound, cache, ring)
 
     def _bind(self, cache: torch.Tensor, ring: Ring | None, output: torch.Tensor) -> cuda.CudaDecode:
         """Bind the kernel. Its counters become 0.

@@ -97,7 +97,7 @@ class PackedAttentionImpl(AttentionImpl[PackedMetadata]):
         self.dtype = config.model_config.dtype
         self.window_tokens = window_tokens_of_model(config)
         self.config, self.engine = config, EngineLimits.of(config, self.device, has_ring=bool(self.window_tokens))
-        self.longest_decode, self.max_requests = self.engine.limits
+        self.longest_decode, self.max_requests = self.engine.limits[:2]
         self.shard = shard_of(config)
         refuse(Facts(*facts.records, Parallel(dcp=self.shard.ranks)), kv_cache_dtype)
         self.group = self.num_heads * self.shard.ranks // self.num_kv_heads

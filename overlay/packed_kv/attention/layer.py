@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -12,9 +12,13 @@ from ..reference.attention import AttentionOptions, RecentVectors, attend
 from ..window.step import WindowStep
 from .context_shard import UNSHARDED, ContextShard
 from .metadata import Batch, PackedMetadata
-from .protocols import DecodeBatch, DecodeKernel, PrefillKernel
+from .passes import PrefixPasses, plan_passes, prefix_passes
+from .protocols import DecodeBatch, DecodeKernel, PrefillKernel, PrefixBatch
 from .step import StepKey
 from .store import PairStore
+
+if TYPE_CHECKING:
+    from .prefill import FlashPrefill
 
 
 @dataclass(eq=False)
@@ -41,29 +45,49 @@ class PairKernels:
             return 0
         return metadata.decodes
 
+    def find_passes(self, batch: Batch, first: int) -> PrefixPasses | None:
+        """Return the passes in which the decode kernel reads prefixes of the requests from `first` on; None: it reads
+        none of them."""
+        metadata, decode = batch.metadata, self.decode
+        limits = None if decode is None else decode.pass_limits
+        if limits is None or self.prefill is None or batch.key is None or first == len(metadata.context):
+            return None
+
+        def make() -> PrefixPasses | None:
+            found = plan_passes(metadata.query_starts, metadata.context, first, limits)
+            return prefix_passes(found, metadata.query_starts, batch.query.device) if found else None
+
+        return metadata.steps.get(StepKey("passes", limits, first), make)
+
     def prepare_decodes(
-        self, metadata: PackedMetadata, window: WindowStep | None, lse: torch.Tensor | None = None
-    ) -> Any:
-        """Return the step of the batch's decodes; layers of one kind share it. `lse`: see `DecodeBatch`."""
-        decode, requests = self.decode, metadata.decodes
+        self, metadata: PackedMetadata, requests: int, window: WindowStep | None, lse: torch.Tensor | None = None,
+        passes: PrefixPasses | None = None, dtype: torch.dtype = torch.float16,
+    ) -> Any:  # fmt: skip
+        """Return the step of the batch's decodes, its first `requests`, and of passes over the others' prefixes; layers
+        of one kind share it. `lse`: see `DecodeBatch`. `dtype`: of queries."""
+        decode = self.decode
         assert decode is not None
+        tokens = metadata.query_starts[requests] if requests < len(metadata.context) else metadata.decode_tokens
 
         def make() -> Any:
-            return decode.prepare(
-                DecodeBatch(
-                    block_table=metadata.block_table[:requests],
-                    query_start=metadata.query_start_loc[: requests + 1],
-                    seq_lens=metadata.stored_lens[:requests],
-                    tokens=metadata.decode_tokens,
-                    max_query_len=metadata.decode_query_len,
-                    positions=metadata.positions[: metadata.decode_tokens],
-                    ring=window.ring(0, requests) if window else None,
-                    lse=lse,
-                )
+            decodes = DecodeBatch(
+                block_table=metadata.block_table[:requests],
+                query_start=metadata.query_start_loc[: requests + 1],
+                seq_lens=metadata.stored_lens[:requests],
+                tokens=tokens,
+                max_query_len=metadata.decode_query_len,
+                positions=metadata.positions[: tokens if passes is None else max(tokens, passes.rows)],
+                ring=window.ring(0, requests) if window else None,
+                lse=lse,
             )
+            if passes is None:
+                return decode.prepare(decodes)
+            ring = window.ring(0, len(metadata.context)) if window else None
+            return decode.prepare_with_prefixes(decodes, PrefixBatch(passes, metadata.block_table, dtype, ring))
 
         rings = window.metadata if window else None
-        return metadata.steps.get(StepKey("decode", decode.kind, window=rings), make)
+        what = "decode" if passes is None else "decode and prefixes"
+        return metadata.steps.get(StepKey(what, decode.kind, requests, rings), make)
 
     def attend_in_pytorch(self, batch: Batch, first: int, lse: torch.Tensor | None = None) -> None:
         """Serve the batch's requests from `first` on, one by one. `lse`: fp32 [tokens, query heads], filled."""
@@ -93,12 +117,14 @@ class PairAttention:
         """Store a batch, and attend to its decodes and to the other requests."""
         kernels, metadata, window = self.kernels, batch.metadata, batch.window
         decodes = kernels.count_decodes(metadata, batch.query.dtype)
-        decode_step = kernels.prepare_decodes(metadata, window) if decodes else None
+        passes, decode_step = kernels.find_passes(batch, decodes), None
+        if decodes or passes is not None:
+            decode_step = kernels.prepare_decodes(metadata, decodes, window, None, passes, batch.query.dtype)
         if batch.key is not None:
             kernels.store.store(batch, decodes, decode_step)
         elif decode_step is not None:
             kernels.store.kernel.rotate(batch.query, decode_step)
-        if decode_step is not None:
+        if decodes:
             assert kernels.decode is not None
             ring = window.ring(0, decodes) if window else None
             kernels.decode.attend(decode_step, batch.cache, (batch.query,), ring, batch.output)
@@ -112,6 +138,11 @@ class PairAttention:
             ring = None
             if window and batch.key is not None and not metadata.has_new_prompts(decodes):
                 ring = window.ring(decodes, len(metadata.context))
-            kernels.prefill.attend(batch, decodes, ring)
+            if passes is None:
+                kernels.prefill.attend(batch, decodes, ring)
+            else:
+                assert kernels.decode is not None
+                over_prefixes = kernels.decode.attend_prefixes(decode_step, batch.cache, ring)
+                cast("FlashPrefill", kernels.prefill).attend(batch, decodes, ring, over_prefixes)
         if batch.key is not None:
             kernels.store.store_rest(batch, decodes)

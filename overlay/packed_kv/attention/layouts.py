@@ -60,7 +60,7 @@ class EngineLimits:
         return cls(
             device=device,
             dtype=model.dtype,
-            limits=Limits(longest_decode(config), requests),
+            limits=Limits(longest_decode(config), requests, scheduler.max_num_batched_tokens),
             batch_tokens=scheduler.max_num_batched_tokens,
             request_tokens=model.max_model_len,
             option=read_options(config.additional_config).decode_kernel,

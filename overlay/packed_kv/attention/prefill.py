@@ -1,4 +1,5 @@
-"""Prefill on CUDA: vLLM's FlashAttention over a chunk's raw K and V, and over its prefix, dequantised from the pages.
+"""Prefill on CUDA: vLLM's FlashAttention over a chunk's raw K and V, and over its prefix, dequantised from the pages
+where the decode kernel has not read it there (`passes.py`).
 
 The chunk attends over itself as it is, before quantisation: faster, and with less error than what later tokens read.
 The prefix is gathered into a workspace of bounded size, part by part if it is longer, and each part's attention is
@@ -26,6 +27,7 @@ from ..kernels.triton.rotate import rotation_matrix
 from ..layout import MICRO_BLOCK
 from ..reference.attention import AttentionOptions
 from .context_shard import UNSHARDED, ContextShard
+from .passes import OverPrefixes
 from .prefix import KeyPart, Span, key_part, own_part, prefix_parts
 from .protocols import PrefillKernel, PrefillKind
 from .step import StepKey
@@ -129,8 +131,12 @@ class FlashPrefill(PrefillKernel["Batch"]):
         self.sizes = (query_heads, kv_heads, codec.key.head_dim, codec.value.head_dim, self.capacity)
         self.bound: Launches = Launches()
 
-    def attend(self, batch: Batch, first: int, ring: Ring | None = None) -> None:
-        step, query, output = self._step(batch, first, ring), *self._rows(batch, first)
+    def attend(
+        self, batch: Batch, first: int, ring: Ring | None = None, over_prefixes: OverPrefixes | None = None
+    ) -> None:
+        """`over_prefixes`: of the requests from `first` on whose prefixes the decode kernel has read; None: of none."""
+        in_passes = frozenset[int]() if over_prefixes is None else over_prefixes.passes.requests
+        step, query, output = self._step(batch, first, ring, in_passes), *self._rows(batch, first)
         if batch.key is not None and batch.value is not None:
             rows = slice(batch.metadata.query_starts[first], batch.metadata.num_actual_tokens)
             key, value = batch.key[rows], batch.value[rows]
@@ -138,6 +144,8 @@ class FlashPrefill(PrefillKernel["Batch"]):
             assert step.own_read is not None
             key, value = self._read(batch.cache, step.own_read)
         lse = self._attend_chunks(query, key, value, step, output)
+        if over_prefixes is not None:
+            self._add(over_prefixes, batch.metadata.query_starts[first], output, lse)
         self._attend_prefixes(query, batch.cache, step, output, lse, ring)
         if (sinks := self.options.sinks) is not None:
             held_for = (output.stride(), output.dtype, sinks.data_ptr(), sinks.dtype)
@@ -169,7 +177,7 @@ class FlashPrefill(PrefillKernel["Batch"]):
         rows = slice(batch.metadata.query_starts[first], batch.metadata.num_actual_tokens)
         part, part_lse = (x[rows] for x in over_prefixes)
         lse = self._attend_chunks(query, batch.key[rows], batch.value[rows], step, output)
-        self._combine(output, part.shape[2]).combine(output, lse, part, part_lse.T.contiguous())
+        self._combine(output, part.shape[2]).combine(output, lse, part, part_lse.T)
 
     def _attend_chunks(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, step: PrefillStep, output: torch.Tensor
@@ -203,6 +211,13 @@ class FlashPrefill(PrefillKernel["Batch"]):
             part_lse = self._flash(query[seen], key, value, part, over_part, causal=False, window_size=(part.left, -1))
             self._combine(output, over_part.shape[2]).combine(output[seen], lse[:, seen], over_part, part_lse)
 
+    def _add(self, over_prefixes: OverPrefixes, first_row: int, output: torch.Tensor, lse: torch.Tensor) -> None:
+        """Add attention over prefixes to `output` and `lse`, which begin with row `first_row` of the batch."""
+        combine = self._combine(output, over_prefixes.output.shape[2])
+        for run in over_prefixes.passes.runs:
+            rows = slice(run.start - first_row, run.stop - first_row)
+            combine.combine(output[rows], lse[:, rows], over_prefixes.output[run], over_prefixes.lse[run].T)
+
     def _rows(self, batch: Batch, first: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Queries and output of the requests from `first` on."""
         rows = slice(batch.metadata.query_starts[first], batch.metadata.num_actual_tokens)
@@ -230,8 +245,13 @@ class FlashPrefill(PrefillKernel["Batch"]):
             *(own if self.pads else []),
         )
 
-    def _step(self, batch: Batch, first: int, ring: Ring | None) -> PrefillStep:
-        """Return the step of a batch's prefill, made for the first layer of a kind and kept for the others."""
+    def _step(
+        self, batch: Batch, first: int, ring: Ring | None, in_passes: frozenset[int] = frozenset()
+    ) -> PrefillStep:
+        """Return the step of a batch's prefill, made for the first layer of a kind and kept for the others.
+
+        in_passes: requests whose prefixes are not gathered.
+        """
         metadata, shared, dtype = batch.metadata, batch.key is None, batch.query.dtype
         recent, block_size = ring.window if ring else 1, batch.cache.shape[2]
 
@@ -239,7 +259,8 @@ class FlashPrefill(PrefillKernel["Batch"]):
             starts = metadata.query_starts[first:]
             query_lens = [end - start for start, end in pairwise(starts)]
             prefixes = [
-                self.shard.count(n - count) for n, count in zip(metadata.context[first:], query_lens, strict=True)
+                0 if request in in_passes else self.shard.count(metadata.context[request] - count)
+                for request, count in enumerate(query_lens, first)
             ]
             query_starts = [start - starts[0] for start in starts]
             blocks = metadata.block_table[first:]
@@ -257,7 +278,7 @@ class FlashPrefill(PrefillKernel["Batch"]):
                 padded,
             )
 
-        kind = PrefillKind(self.sizes, self.options.sliding_window, shared, recent, dtype)
+        kind = PrefillKind(self.sizes, self.options.sliding_window, shared, recent, dtype, in_passes)
         rings = batch.window.metadata if ring and batch.window else None
         return metadata.steps.get(StepKey("prefill", kind, first, rings), make)
 

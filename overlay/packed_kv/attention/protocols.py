@@ -16,10 +16,26 @@ if TYPE_CHECKING:
     from ..codecs.ring import Ring
     from ..kernels.triton.launch import Launches
     from ..kernels.triton.rotate import RotateStep
+    from .passes import OverPrefixes, PassLimits, PrefixPasses
 
 Step = TypeVar("Step")
 Result = TypeVar("Result", covariant=True)
 Prefilled = TypeVar("Prefilled", contravariant=True)
+
+
+@dataclass(frozen=True)
+class PrefixBatch:
+    """Passes over the prefixes of a step's chunks.
+
+    `passes`: of the batch. `block_table`: int32 [requests, blocks] of all requests. `dtype`: of the result. `ring`: of
+    all requests, of any of the layers that share the step, before the chunks' own tokens are in it; None: there is
+    none.
+    """
+
+    passes: PrefixPasses
+    block_table: torch.Tensor
+    dtype: torch.dtype
+    ring: Ring | None = None
 
 
 @dataclass(frozen=True)
@@ -116,6 +132,8 @@ class DecodeKernel(LayerKernel, Protocol[Step, Result]):
     """Kernels of equal kinds can share the step of a batch."""
     longest: int
     """Most query tokens of a request that are served; a batch with longer decodes takes the prefill route."""
+    pass_limits: PassLimits | None = None
+    """Passes over prefixes that the kernel takes; None: it reads none."""
 
     def reserve(self) -> None:
         """Size the workspace for any batch, where there is one."""
@@ -147,6 +165,18 @@ class DecodeKernel(LayerKernel, Protocol[Step, Result]):
         """
         raise NotImplementedError
 
+    def prepare_with_prefixes(self, batch: DecodeBatch, prefixes: PrefixBatch) -> Step:
+        """Return the step of decodes and of passes over prefixes, of a kernel with `pass_limits`. There may be no
+        decodes; the batch's `positions` have the rows up to the last pass."""
+        raise AssertionError("a kernel without `pass_limits` reads no prefixes")
+
+    def attend_prefixes(self, step: Step, cache: torch.Tensor, ring: Ring | None = None) -> OverPrefixes:
+        """Return attention of a step's passes over their prefixes, in memory that the next layer overwrites.
+
+        `cache`: see `StoreKernel.write`. `ring`: of the layer, see `PrefixBatch`.
+        """
+        raise AssertionError("a kernel without `pass_limits` reads no prefixes")
+
     def batches_to_compile(self) -> list[tuple[int, int]]:
         """Return requests and their query tokens, of steps that launch all variants of the kernel between them."""
         return []
@@ -155,13 +185,14 @@ class DecodeKernel(LayerKernel, Protocol[Step, Result]):
 class PrefillKind(NamedTuple):
     """Key of the layers that share a prefill's step: `sizes` (query and KV heads, channels, tokens of the
     workspace), sliding window, whether they read their own keys back from the pages, tokens of the recent window that
-    they read (1: none), and queries' dtype, where it matters."""
+    they read (1: none), queries' dtype, where it matters, and the requests whose prefixes the decode kernel reads."""
 
     sizes: tuple[int, ...]
     sliding_window: int | None
     is_shared: bool
     recent: int = 1
     dtype: torch.dtype | None = None
+    in_passes: frozenset[int] = frozenset()
 
 
 class PrefillKernel(LayerKernel, Protocol[Prefilled]):

@@ -16,9 +16,11 @@ from .latent.in_pytorch import PrefixChunk, RecentContext
 from .latent.kernels import LatentKernels
 from .layer import PairAttention
 from .metadata import Batch, PackedMetadata
-from .protocols import DecodeBatch, LayerKernel, NewTokens
+from .passes import PrefixPass, prefix_passes
+from .protocols import DecodeBatch, LayerKernel, NewTokens, PrefixBatch
 from .sparse.layer import SparseKernels
 from .sparse.metadata import PromptPart, SparseDecodes
+from .step import StepKey
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
     from ..window.layer import WindowLayer
     from .latent.decode import TritonLatents
     from .latent.prefix import TritonLatentPrefix
+    from .prefill import FlashPrefill
     from .sparse.flash import FlashPrompts, RowGather
 
 
@@ -102,6 +105,8 @@ class PairWarmup:
         store.write(store.prepare(NewTokens(positions, positions)), pages, key[:tokens], value[:tokens])
         output = query.new_empty((*query.shape[:2], kernels.codec.value.head_dim))
         batch = Batch(query, key, value, pages, self._one_request(tokens, new_tokens), output)
+        limits, ring = self.decode.pass_limits, None
+        batch.metadata.steps.get(StepKey("passes", limits), lambda: None)  # the prefix is gathered
         self.attention.forward(batch)
         if self.window_layer is not None and prefill is not None:
             ring = self._ring(tokens, self.window_layer)
@@ -111,6 +116,22 @@ class PairWarmup:
                 store.write(step, pages, key[rows], value[rows], ring.cache)
             prefill.attend(batch, 0, ring)
             self.window_layer.fill_slots_of_one_request(ring)
+        if limits is not None and prefill is not None and query.dtype != torch.float32:
+            self._passes(batch, new_tokens, ring)
+
+    def _passes(self, batch: Batch, new_tokens: int, ring: Ring | None) -> None:
+        """Every launch of a step without decodes whose prefixes are read in passes, of `_one_request`."""
+        metadata, (query, key, value, pages, *_) = batch.metadata, batch
+        assert key is not None and value is not None
+        one = [PrefixPass(0, 0, new_tokens, metadata.context[0] - new_tokens)]
+        passes = prefix_passes(one, metadata.query_starts, query.device)
+        no_decodes = metadata.block_table[:0], metadata.query_start_loc[:1], metadata.seq_lens[:0], 0, 1
+        prefixes = PrefixBatch(passes, metadata.block_table, query.dtype, ring)
+        step = self.decode.prepare_with_prefixes(DecodeBatch(*no_decodes, metadata.positions), prefixes)
+        tokens = NewTokens(metadata.slot_mapping, metadata.positions, None, step)
+        self.store.write(self.store.prepare(tokens), pages, key[:new_tokens], value[:new_tokens], None, query)
+        over_prefixes = self.decode.attend_prefixes(step, pages, ring)
+        cast("FlashPrefill", self.prefill).attend(batch, 0, ring, over_prefixes)
 
     def _decodes(self, key: torch.Tensor, value: torch.Tensor) -> None:
         """Every launch of steps of decodes alone."""

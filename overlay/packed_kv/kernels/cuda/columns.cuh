@@ -40,13 +40,19 @@ constexpr float HEADROOM = 10;
 constexpr u32 LARGE_SCALES = 0x80808080;
 
 // A request's query tokens, and which of its keys are read from pages and which from the ring. With PASSES > 1, those of
-// one pass over its keys: PASS_TOKENS of its query tokens, and the keys up to the last of these.
+// one pass over its keys: PASS_TOKENS of its query tokens, and the keys up to the last of these. With HAS_PASS_TABLE,
+// those of a pass over a prefix: its query tokens follow the keys, and see all of them.
 struct Request {
     int index, start, count, seq_len, recent;  // the ring has the tokens from `recent`
 
     INLINE Request(const Arguments& a, const WorkItem& item) {
-        index = item.request / PASSES;
-        start = a.query_start[index], count = a.query_start[index + 1] - start;
+        if constexpr (HAS_PASS_TABLE) {
+            const Quad pass = load_constant_16(a.query_start + 4 * item.request);
+            index = pass.x, start = pass.y, count = pass.z;
+        } else {
+            index = item.request / PASSES;
+            start = a.query_start[index], count = a.query_start[index + 1] - start;
+        }
         seq_len = item.tokens;
         if constexpr (PASSES > 1) {
             const int first = item.request % PASSES * PASS_TOKENS, later = max(count - first - PASS_TOKENS, 0);
@@ -54,12 +60,17 @@ struct Request {
         }
         recent = RING_BLOCK ? max(a.ring_first[index], 0) : seq_len;
     }
+    // The first token that a query reads from the ring which sees the tokens below `limit`. Those of a chunk all have the
+    // window of its first one, which follows the prefix: its own key is not among those below `limit`.
+    INLINE int first_recent(int limit) const { return max(limit - (HAS_PASS_TABLE ? RECENT - 1 : RECENT), recent); }
     // A query that sees the tokens below `limit` reads those below the result from pages.
-    INLINE int page_limit(int limit) const { return RING_BLOCK ? min(limit, max(limit - RECENT, recent)) : limit; }
+    INLINE int page_limit(int limit) const { return RING_BLOCK ? min(limit, first_recent(limit)) : limit; }
     // Tiles of the ring have 16 tokens and begin at multiples of 16.
     INLINE int first_ring_tile() const { return recent / 16; }
     INLINE int ring_tiles() const { return recent < seq_len ? (seq_len + 15) / 16 - recent / 16 : 0; }
-    INLINE int limit(int column) const { return seq_len - count + column / QUERY_GROUP + 1; }
+    INLINE int limit(int column) const {
+        return HAS_PASS_TABLE ? seq_len : seq_len - count + column / QUERY_GROUP + 1;
+    }
     INLINE bool has(int column) const { return column < COLUMNS && column < count * QUERY_GROUP; }
     INLINE long long row(int head, int column) const {
         return ((long long)(start + column / QUERY_GROUP) * KV_HEADS + head) * QUERY_GROUP + column % QUERY_GROUP;

@@ -16,6 +16,7 @@
 //   KV_HEADS, QUERY_GROUP               KV heads, and query heads per KV head
 //   COLUMNS                             at least QUERY_GROUP times the query tokens of a pass: 4, 8, 16, 32 or 64
 //   PASSES, PASS_TOKENS                 passes over the keys of a request, and the query tokens of each
+//   HAS_PASS_TABLE                      whether requests are passes over prefixes that a table lists
 //   MICRO_BLOCKS, TILE_BLOCKS           micro-blocks per page, and per tile
 //   CUT_TILES, SLOT_SHIFT, PART_SHIFT   the encoding of work items (`schedule.py`)
 //   RING_BLOCK, RECENT                  tokens of a ring block (0: no ring), and of the recent window
@@ -24,6 +25,11 @@
 //   OUTPUT                              dtype of the output: 0 is fp16, 1 bf16, 2 fp32
 //   WARPS, STAGES, BLOCKS               warps per block, stages per warp, blocks per SM
 //   UNPACKERS                           warps of a block beside these that only unpack: 4 or 0 (`roles.cuh`)
+//
+// With HAS_PASS_TABLE, a request of the schedule is a pass: the next query tokens of a chunk over its whole prefix, which
+// all of them follow. The chunk's own tokens, which may lie behind the prefix in its last micro-block, are not read. A
+// pass of no keys writes zeros and -inf; one of no query tokens, nothing.
+//
 // Tensors are contiguous but where there is a stride, which counts elements.
 struct Arguments {
     // differs from call to call
@@ -31,7 +37,8 @@ struct Arguments {
     // the same for all layers of a step
     const void* query;         // fp16 [tokens, KV heads, QUERY_GROUP, HEAD_DIM], rotated and scaled
     const int* block_table;    // [requests, blocks]
-    const int* query_start;    // [requests + 1], first query token of each request, and their number
+    const int* query_start;    // [requests + 1], first query token of each request, and their number; HAS_PASS_TABLE:
+                               // [passes, 4], a request, its first query token of the pass, their number, and keys
     const int* seq_lens;       // [requests], tokens in the cache, those of the query included
     const float* query_bias;   // [tokens, query heads, bias_stride]; see `Biases`
     const int* ring_table;     // [requests, ring blocks]
@@ -53,6 +60,7 @@ struct Arguments {
 #include "ptx.cuh"
 
 constexpr bool IS_WIDE = COLUMNS > 32;
+static_assert(!HAS_PASS_TABLE || (IS_WIDE && IS_FINAL && PASSES == 1), "passes of 64 columns, whose schedule has keys");
 constexpr int STAGE_OWNERS = IS_WIDE ? 1 : WARPS;
 constexpr int TILE_TOKENS = 16 * TILE_BLOCKS, TILE_BYTES = TILE_BLOCKS * MICRO_BLOCK_BYTES;
 constexpr int RING_TILE_BYTES = 16 * RING_SLOT_BYTES;

@@ -125,9 +125,10 @@ def make_counters(requests: int, card: Card, columns: Mapping[int, int], device:
 
 
 def make_schedulers(
-    requests: int, card: Card, columns: Mapping[int, int], device: torch.device
+    requests: int, card: Card, columns: Mapping[int, int], device: torch.device, thirds: int = 2
 ) -> dict[Kind, Scheduler]:
-    """Return the schedulers for batches of up to `requests`, of these columns and their passes."""
+    """Return the schedulers for batches of up to `requests`, of these columns and their passes. `thirds`: see
+    `Scheduler`."""
     batches: dict[Kind, int] = {}
     for count, passes in columns.items():
         few, many = kinds(card, count)
@@ -135,7 +136,7 @@ def make_schedulers(
         for kind, batch in ((few, min(most, 2 * few.resident(card))), (many, most)):
             batches[kind] = max(batch, batches.get(kind, 0))  # columns may share a kind
     return {
-        kind: Scheduler(batch, kind.resident(card), kind.warps, device, stream_k=kind.stream_k)
+        kind: Scheduler(batch, kind.resident(card), kind.warps, device, stream_k=kind.stream_k, thirds=thirds)
         for kind, batch in batches.items()
     }
 

@@ -43,7 +43,8 @@ class Variant(NamedTuple):
     columns is one of `COLUMN_COUNTS`; ring_block is the tokens of a ring's block, or 0 without a ring; recent is the
     tokens of the recent window; output is the output's dtype; has_lse says whether blocks that write the output write
     log-sum-exps too; tiles_a_block is how many tiles of pages one block of means serves, or 0 if there is one block;
-    passes is how many passes over the keys of a request its query tokens take.
+    passes is how many passes over the keys of a request its query tokens take; has_pass_table says whether requests are
+    passes over prefixes that a table lists (`prefix_launch.py`).
     """
 
     warps: int
@@ -57,6 +58,7 @@ class Variant(NamedTuple):
     has_lse: bool = False
     tiles_a_block: int = 0
     passes: int = 1
+    has_pass_table: bool = False
 
 
 def constants(page: PageLayout, kv_heads: int, group: int, variant: Variant) -> dict[str, str]:
@@ -82,6 +84,7 @@ def constants(page: PageLayout, kv_heads: int, group: int, variant: Variant) -> 
         "COLUMNS": columns,
         "PASSES": variant.passes,
         "PASS_TOKENS": pass_tokens(group),
+        "HAS_PASS_TABLE": int(variant.has_pass_table),
         "MICRO_BLOCKS": variant.block_size // MICRO_BLOCK,
         "TILE_BLOCKS": tile_blocks,
         "CUT_TILES": CUT_TILES * smaller,

@@ -104,6 +104,6 @@ INLINE void mask_ring_scores(const Arguments& a, const Request& request, int hea
     for_each<SCORES>([&](auto r) {
         const int token = first + lane.row + r.value / 2 % 2 * 8;
         const int limit = request.limit(own_column(lane, own_of_score(r.value)));
-        if (token >= limit || token < max(limit - RECENT, request.recent)) scores[r.value] = minus_infinity();
+        if (token >= limit || token < request.first_recent(limit)) scores[r.value] = minus_infinity();
     });
 }

@@ -25,7 +25,7 @@ INLINE void prepare_scores(const Arguments& a, const Request& request, const Tea
     for_each<2>([&](auto r) {
         const int own_row = row + 8 * r.value, limit = request.limit(own_row);
         const int last = is_ring ? limit : min(request.page_limit(limit), end);
-        const int first = is_ring ? max(limit - RECENT, request.recent) : 0;
+        const int first = is_ring ? request.first_recent(limit) : 0;
         float bias = 0;
         if constexpr (HAS_BIAS) {
             bias = load_bias(a, request, own_row, element);
@@ -84,7 +84,7 @@ INLINE void attend_tiles(const Arguments& a, const Request& request, const TeamT
     const u32 values = matrix_descriptor(shared + AT(values), 16);
     const int end = 16 * end_tile;
     int change = HAS_BIAS ? 0 : 1 << 30;  // the first token of the next block of means; 0: token 0 may come
-    const int unmasked = min(request.page_limit(request.seq_len - request.count + 1), end);
+    const int unmasked = min(request.page_limit(request.limit(0)), end);
     float(&o)[64] = state.output;
     for_each<64>([&](auto i) { o[i.value] = 0; });
     for_each<2>([&](auto r) { state.maximum[r.value] = -1e30f, state.total[r.value] = 0; });

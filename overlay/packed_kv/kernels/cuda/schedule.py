@@ -20,7 +20,6 @@ import triton
 import triton.language as tl
 
 from .. import power_of_2
-from ..checks import check_int32
 from ..triton.launch import Arguments, Launch
 
 MAX_PARTS = 32
@@ -44,19 +43,20 @@ def item_count(requests: int, resident_blocks: int) -> int:
 
 
 @triton.jit(
-    do_not_specialize=["requests", "item_count", "resident_blocks", "passes"],
+    do_not_specialize=["requests", "item_count", "resident_blocks", "passes", "stride"],
     do_not_specialize_on_alignment=["items", "seq_lens"],
 )
 def _schedule_kernel(
-    items, seq_lens, requests, item_count, resident_blocks, passes,
+    items, seq_lens, requests, item_count, resident_blocks, passes, stride,
     REQUESTS: tl.constexpr, STREAM_K: tl.constexpr, MIN_TILES: tl.constexpr, TILE_TOKENS: tl.constexpr,
     CUT_TILES: tl.constexpr, MIN_PART: tl.constexpr, MAX_PARTS: tl.constexpr, BUCKETS: tl.constexpr,
+    THIRDS: tl.constexpr,
     SLOT_SHIFT: tl.constexpr, PART_SHIFT: tl.constexpr,
 ):  # fmt: skip
     """One program. The parts of a request are a head, middles of equal size, and a tail."""
     request, bucket = tl.arange(0, REQUESTS), tl.arange(0, BUCKETS)[None, :]
     exists = request < requests
-    tokens = tl.load(seq_lens + request // passes, mask=exists, other=0)
+    tokens = tl.load(seq_lens + request // passes * stride, mask=exists, other=0)
     tiles = (tokens + TILE_TOKENS - 1) // TILE_TOKENS
     total = tl.maximum(tl.sum(tiles), 1)
     # A request from `start` to `end` is cut at `low` to `high` times `step`.
@@ -64,7 +64,7 @@ def _schedule_kernel(
         end = tl.cumsum(tiles, 0)
         start = end - tiles
         filled = tl.sum((tiles > 0).to(tl.int32))
-        thirds, units = tl.where(3 * filled <= resident_blocks, 3, 2), 3 * resident_blocks * CUT_TILES
+        thirds, units = tl.where(3 * filled <= resident_blocks, 3, THIRDS), 3 * resident_blocks * CUT_TILES
         part_size = tl.maximum((thirds * total + units - 1) // units * CUT_TILES, MIN_TILES)
         min_tiles = tl.maximum(part_size // MIN_PART, MIN_TILES)
         most = (MAX_PARTS - 1) * CUT_TILES
@@ -126,10 +126,11 @@ class Scheduler:
         warps: warps of a block.
         device: of the schedules.
         stream_k: whether requests are cut as stream-K does.
+        thirds: of a resident block's load that a part of stream-K has, where there are few blocks a request.
     """
 
     def __init__(
-        self, requests: int, resident_blocks: int, warps: int, device: torch.device, *, stream_k: bool
+        self, requests: int, resident_blocks: int, warps: int, device: torch.device, *, stream_k: bool, thirds: int = 2
     ) -> None:
         self.requests, self.resident_blocks, self.warps = requests, resident_blocks, warps
         count = item_count(requests, resident_blocks)
@@ -140,6 +141,7 @@ class Scheduler:
             REQUESTS=size, STREAM_K=stream_k, MIN_TILES=MIN_WARP_TILES * warps, TILE_TOKENS=TILE_TOKENS,
             CUT_TILES=CUT_TILES, MIN_PART=MIN_PART, MAX_PARTS=MAX_PARTS,
             BUCKETS=max(1, min(BUCKETS, 2048 * BUCKETS // size)), SLOT_SHIFT=SLOT_SHIFT, PART_SHIFT=PART_SHIFT,
+            THIRDS=thirds,
         )  # fmt: skip
         self.num_warps = min(16, max(4, size // 32))
         self.launch = Launch(_schedule_kernel, Arguments(), self.constants, num_warps=self.num_warps)
@@ -150,12 +152,16 @@ class Scheduler:
         The next call overwrites it.
 
         Args:
-            seq_lens: int32 [requests], tokens of each request.
+            seq_lens: int32 [requests], tokens of each request, of any stride.
             passes: over the keys of each request; each pass is a request in the schedule.
         """
         requests = len(seq_lens) * passes
-        check_int32(seq_lens)
+        assert seq_lens.dtype == torch.int32, seq_lens.dtype
         assert requests <= self.requests, (requests, self.requests)
         items = self.items[: item_count(requests, self.resident_blocks)]
-        self.launch((1, 1, 1), (items, seq_lens), Arguments(requests, len(items), self.resident_blocks, passes))
+        self.launch(
+            (1, 1, 1),
+            (items, seq_lens),
+            Arguments(requests, len(items), self.resident_blocks, passes, seq_lens.stride(0)),
+        )
         return items

@@ -171,7 +171,7 @@ INLINE void attend(const Arguments& a) {
     }
     queries_to_page_unit(warp, lane);
     sync_block();
-    const int masked_from = request.page_limit(request.seq_len - request.count + 1), last = range.low + range.count;
+    const int masked_from = request.page_limit(request.limit(0)), last = range.low + range.count;
     const Tables tables((u32)(request.seq_len >> 31));
     // Computes the weights of a tile. Of the tile before, products with V end in the meantime.
     auto weigh = [&](int number) {

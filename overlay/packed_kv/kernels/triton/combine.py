@@ -17,9 +17,13 @@ SHARE_ELEMENTS = 8192
 """Elements of an output that a program weighs: 64 per thread."""
 
 
-@triton.jit(do_not_specialize=["lse_stride", "part_lse_stride"], do_not_specialize_on_alignment=["lse", "part_lse"])
+@triton.jit(
+    do_not_specialize=["lse_stride", "part_lse_head_stride", "part_lse_token_stride"],
+    do_not_specialize_on_alignment=["lse", "part_lse"],
+)
 def _combine_kernel(
-    output, lse, part_lse, part, lse_stride, part_lse_stride, output_token_stride, output_head_stride,
+    output, lse, part_lse, part, lse_stride, part_lse_head_stride, part_lse_token_stride, output_token_stride,
+    output_head_stride,
     PART_DIM: tl.constexpr, HEADS: tl.constexpr, PADDED_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
     PADDED_DIM: tl.constexpr,
 ):  # fmt: skip
@@ -29,7 +33,7 @@ def _combine_kernel(
     head, channel = tl.arange(0, PADDED_HEADS), tl.arange(0, PADDED_DIM)
     there = head < HEADS
     a = tl.load(lse + head * lse_stride + token, mask=there, other=0.0)
-    b = tl.load(part_lse + head * part_lse_stride + token, mask=there, other=0.0)
+    b = tl.load(part_lse + head * part_lse_head_stride + token * part_lse_token_stride, mask=there, other=0.0)
     b = tl.where(b == float("inf"), float("-inf"), b)  # FlashAttention 2 of no keys
     top = tl.maximum(a, b)
     weight_a, weight_b = tl.exp(a - top), tl.exp(b - top)
@@ -66,10 +70,11 @@ class CombineLaunch(Launch):
             output: [tokens, query heads, head_dim]; each row has seen a key.
             lse: fp32 [query heads, tokens], unit stride over tokens: natural log-sum-exp of the scores.
             part: [tokens, query heads, head_dim or more], contiguous; channels beyond the output's are not looked at.
-            part_lse: as `lse`; infinite (of either sign) where a row saw none of the further keys.
+            part_lse: fp32 [query heads, tokens] of any strides; infinite (of either sign) where a row saw
+                none of the further keys.
         """
-        assert lse.stride(1) == part_lse.stride(1) == 1 and part.is_contiguous(), part.stride()
-        arguments = Arguments(part, lse.stride(0), part_lse.stride(0))
+        assert lse.stride(1) == 1 and part.is_contiguous(), (lse.stride(), part.stride())
+        arguments = Arguments(part, lse.stride(0), *part_lse.stride())
         self((len(part), 1, 1), (output, lse, part_lse), arguments)
 
 

@@ -32,7 +32,7 @@ RUN = (
     "grid_0", "grid_1", "grid_2", "stream", "kernel.function", "kernel.packed_metadata", "launch_metadata",
     "knobs.runtime.launch_enter_hook", "knobs.runtime.launch_exit_hook", "*bound_args.values()",
 )  # fmt: skip
-"""What Triton's JIT gives `run` of a compiled kernel, which is private, and a bound launch likewise."""
+"""Arguments that Triton's JIT gives `run` of a compiled kernel, which is private, and a bound launch likewise."""
 
 
 class Arguments:
@@ -61,7 +61,7 @@ def _leaves(values: tuple[Value, ...]) -> Iterator[Any]:
 
 @functools.cache
 def can_bind() -> bool:
-    """Whether Triton's JIT launches compiled kernels as a bound launch does. If not, says so once in the log."""
+    """Return whether Triton's JIT launches compiled kernels as a bound launch does. If not, say so once in the log."""
     given = _given_to_run(inspect.getsource(triton.runtime.jit.JITFunction.run))
     if given == RUN:
         return True
@@ -74,7 +74,7 @@ def can_bind() -> bool:
 
 
 def _given_to_run(source: str) -> tuple[str, ...]:
-    """What a method's source gives `kernel.run`."""
+    """Return the arguments that a method's source gives `kernel.run`."""
     calls = [node for node in ast.walk(ast.parse(textwrap.dedent(source))) if isinstance(node, ast.Call)]
     found = [call for call in calls if ast.unparse(call.func) == "kernel.run"]
     return tuple(ast.unparse(x) for call in found for x in (*call.args, *call.keywords))

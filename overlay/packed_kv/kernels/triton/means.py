@@ -59,7 +59,7 @@ def bias_programs(blocks: int) -> int:
 
 
 class QueryConstants(NamedTuple):
-    """What kernels that rotate queries are compiled for: KV heads, query heads of each, channels of a query, and of
+    """Constants of kernels that rotate queries: KV heads, query heads of each, channels of a query, and of
     what is stored; programs that compute biases (0: there are none), and the means' blocks of positions and positions
     of a block."""
 

@@ -23,7 +23,7 @@ _NORMALISATIONS = tl.constexpr(tuple(1 / math.sqrt(GROUP_SIZE << i) for i in ran
 
 
 class Transform(NamedTuple):
-    """What happens to a vector's channels before they are quantised.
+    """Transform of a vector's channels before they are quantised.
 
     Attributes:
         rotation: of the format.

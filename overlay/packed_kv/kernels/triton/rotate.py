@@ -62,7 +62,7 @@ class QueryRotation:
         )  # fmt: skip
 
     def constants(self, query: torch.Tensor, kv_heads: int) -> QueryConstants:
-        """What a kernel is compiled for, for queries of these sizes."""
+        """Return the constants that a kernel is compiled for, for queries of these sizes."""
         means = (0, 0) if self.means is None else (self.means.blocks, self.means.block_tokens)
         group, stored_dim = query.shape[1] // kv_heads, self.matrix.shape[2]
         return QueryConstants(kv_heads, group, query.shape[2], stored_dim, self.bias_programs, *means)

@@ -52,7 +52,7 @@ class Blocks(NamedTuple):
 
 
 class Vectors(NamedTuple):
-    """How a store kernel reads new vectors of K or V.
+    """Tensors and strides by which a store kernel reads new vectors of K or V.
 
     Attributes:
         token_stride, head_stride: of the new vectors, int32.
@@ -90,7 +90,7 @@ class StoreLayer(NamedTuple):
 
 
 class StoreConstants(NamedTuple):
-    """What a store kernel is compiled for.
+    """Constants that a store kernel is compiled for.
 
     Attributes:
         heads: KV heads.
@@ -114,7 +114,7 @@ class StoreConstants(NamedTuple):
 
 
 class PairConstants(NamedTuple):
-    """What `store_kernel` is compiled for. `queries`: None, where it rotates none."""
+    """Constants that `store_kernel` is compiled for. `queries`: None, where it rotates none."""
 
     store: StoreConstants
     queries: QueryConstants | None

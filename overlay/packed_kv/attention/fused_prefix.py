@@ -1,0 +1,118 @@
+"""Attention of chunks over their prefixes by the CUDA decode kernel, which reads these where they lie, in passes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..codecs.ring import Ring
+from ..kernels.cuda import COLUMNS, grids, pass_tokens
+from ..kernels.cuda import prefix_launch as cuda_prefix
+from ..kernels.triton.decode import DecodeShape
+from ..kernels.triton.launch import Launches
+from ..layout import PageLayout
+from .choice import Limits
+from .passes import OverPrefixes, PassLimits, PrefixPasses
+from .protocols import PrefixBatch
+
+ROW_BYTES = 32 << 20
+"""Bytes of rotated queries of a step's passes, and of what comes back, and of their biases: 4,096 rows of 32 heads of
+128 channels. Chunks behind take the other route: so the workspace is not larger than that route's in most models."""
+PAIRS = 2048
+"""The most pairs of a pass and a KV head of a step: 80 MB of partial results."""
+
+
+@dataclass(frozen=True)
+class PrefixStep:
+    """A step's passes, their results and the arguments of the launch; `tensors` keeps alive those whose addresses are
+    arguments."""
+
+    results: OverPrefixes
+    items: int
+    arguments: bytes
+    tensors: tuple[Any, ...]
+
+
+class FusedPrefix:
+    """The kernel over prefixes of one layer of pairs, whose tokens are all in this rank's pages.
+
+    Args:
+        page: layout of the cache.
+        shape, card, matrix: of the layer's decode kernel.
+        limits: of steps.
+    """
+
+    def __init__(
+        self, page: PageLayout, shape: DecodeShape, card: grids.Card, matrix: torch.Tensor, limits: Limits
+    ) -> None:
+        self.page, self.shape, self.card, self.matrix = page, shape, card, matrix
+        self.limits = pass_limits(page, shape, limits)
+        self.schedules = cuda_prefix.PrefixSchedules(self.limits.total, card, matrix.device)
+
+    def memory(self, rows: int, items: int, dtype: torch.dtype) -> list[tuple[tuple[int, ...], torch.dtype]]:
+        """Return shapes and dtypes of the workspace for passes of the first `rows` rows of a batch: partial results and
+        their softmax state, the output and its log-sum-exps."""
+        shape, partial = self.shape, (items, self.shape.kv_heads, COLUMNS)
+        heads = shape.kv_heads * shape.group
+        return [
+            ((*partial, shape.head_dim), torch.float32),
+            ((*partial, 2), torch.float32),
+            ((rows, heads, shape.head_dim), dtype),
+            ((rows, heads), torch.float32),
+        ]
+
+    def most_memory(self) -> list[tuple[tuple[int, ...], torch.dtype]]:
+        """Return `memory` of any step."""
+        return self.memory(self.limits.rows, self.schedules.items, torch.bfloat16)  # any of 2 bytes
+
+    def items(self, passes: PrefixPasses) -> int:
+        """Return the work items of each KV head."""
+        return cuda_prefix.prefix_grid(len(passes.table), self.card).items
+
+    def prepare(
+        self, batch: PrefixBatch, rotated: torch.Tensor, bias: torch.Tensor | None, memory: list[torch.Tensor]
+    ) -> PrefixStep:
+        """Return the step of a batch's passes.
+
+        Args:
+            batch: with at least one pass.
+            rotated: fp16 [rows or more, KV heads, group, head_dim], queries from the batch's first on.
+            bias: of these, or None; see `RotateQueryLaunch`.
+            memory: of `memory`.
+        """
+        schedule, (partial, stats, output, lse) = self.schedules(batch.passes.table), memory
+        tensors = (rotated, batch.block_table, batch.passes.table, schedule, partial, stats, bias, batch.ring, lse)
+        return PrefixStep(
+            OverPrefixes(batch.passes, output, lse), len(schedule), cuda_prefix.prefix_arguments(*tensors), tensors
+        )
+
+    def attend(self, step: PrefixStep, bound: Launches, cache: torch.Tensor, ring: Ring | None) -> OverPrefixes:
+        """See `DecodeKernel.attend_prefixes`. `bound`: launches of the layer."""
+        output = step.results.output
+        apart = output.view(len(output), self.shape.kv_heads, self.shape.group, -1)
+        of_ring = None if ring is None else (ring.cache.data_ptr(), ring.cache.stride(), ring.window)
+        held_for = cache.data_ptr(), cache.stride(), of_ring, output.stride(), output.dtype
+        launch = bound.get("prefixes", held_for, lambda: self._bind(cache, ring, apart))
+        launch(step.items, step.arguments, apart)
+        return step.results
+
+    def _bind(self, cache: torch.Tensor, ring: Ring | None, output: torch.Tensor) -> cuda_prefix.CudaPrefix:
+        """Bind the kernel. Its counters become 0; `HopperPairs._bind` says why no step has to see to that."""
+        counters, tiles = self.schedules.counters, self.shape.tiles_a_block if self.shape.mean_blocks else None
+        if not (counters.is_cuda and torch.cuda.is_current_stream_capturing()):
+            counters.zero_()
+        launch = cuda_prefix.CudaPrefix(self.page, self.matrix, counters, cache, ring, output, tiles)
+        launch.compile_variants()
+        return launch
+
+
+def pass_limits(page: PageLayout, shape: DecodeShape, limits: Limits) -> PassLimits:
+    """Return how many passes over prefixes steps of a layer have at most. `page`: layout of the cache."""
+    tokens, bias_bytes = pass_tokens(shape.group), 4 * (1 + shape.mean_blocks) if shape.mean_blocks else 0
+    row_bytes = shape.kv_heads * shape.group * max(2 * shape.head_dim, bias_bytes)
+    rows = min(limits.max_tokens, ROW_BYTES // row_bytes)
+    total = min(rows // tokens + limits.max_requests, max(1, PAIRS // shape.kv_heads))
+    pays = cuda_prefix.PAYS[grids.has_unpackers(page)]
+    return PassLimits(pays.passes, total, tokens, rows, -(-pays.channels // (shape.kv_heads * shape.head_dim)))

@@ -1,0 +1,98 @@
+"""Prefixes that chunks read in the pages, in passes of 64 columns: of which requests, and the table of their passes.
+
+The decode kernel unpacks a prefix once for each pass; the prefill route once for all of a chunk's rows, through memory
+(`prefill.py`). So chunks of up to a measured number of passes are read this way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import NamedTuple
+
+import torch
+
+
+class PassLimits(NamedTuple):
+    """The most passes of a chunk (`each`) and of a step (`total`), the query tokens of a pass (`tokens`), the rows of a
+    batch, from its first on, that passes may have (`rows`), and the fewest tokens of a step's prefixes (`keys`)."""
+
+    each: int
+    total: int
+    tokens: int
+    rows: int
+    keys: int = 0
+
+
+class PrefixPass(NamedTuple):
+    """A pass: index of the request in the batch, first row, number of rows, and tokens of the prefix."""
+
+    request: int
+    row: int
+    rows: int
+    keys: int
+
+
+@dataclass(frozen=True)
+class PrefixPasses:
+    """Passes of a step. `table`: int32 [passes, 4] on the device, a `PrefixPass` each. `requests`: of the batch, whose
+    prefixes they are. `runs`: rows of the batch that neighbours among these have. `rows`: those up to the last."""
+
+    table: torch.Tensor
+    requests: frozenset[int]
+    runs: tuple[slice, ...]
+
+    @property
+    def rows(self) -> int:
+        return self.runs[-1].stop
+
+
+class OverPrefixes(NamedTuple):
+    """Attention of the rows of `passes` over prefixes: `output` [passes.rows, query heads, head_dim] in the model's
+    dtype, and the scores' natural log-sum-exps `lse`, fp32 [passes.rows, query heads]; other rows hold anything."""
+
+    passes: PrefixPasses
+    output: torch.Tensor
+    lse: torch.Tensor
+
+
+def plan_passes(
+    query_starts: Sequence[int], context: Sequence[int], first: int, limits: PassLimits
+) -> list[PrefixPass]:
+    """Return the passes of a batch's requests from `first` on, in order. A request has all of its passes, or none:
+    where nothing of it is cached, or a limit is met. None has any if their prefixes are too short in all.
+
+    Args:
+        query_starts: first row of each request, and the end of the last.
+        context: tokens of each request, the batch's included.
+        first: index of a request.
+        limits: of the kernel.
+    """
+    passes: list[PrefixPass] = []
+    all_keys = 0
+    for request in range(first, len(context)):
+        start, end = query_starts[request], query_starts[request + 1]
+        keys = context[request] - (end - start)
+        count = -(-(end - start) // limits.tokens)
+        if keys > 0 and end <= limits.rows and count <= limits.each and len(passes) + count <= limits.total:
+            all_keys += keys
+            for row in range(start, end, limits.tokens):
+                passes.append(PrefixPass(request, row, min(limits.tokens, end - row), keys))
+    return passes if all_keys >= limits.keys else []
+
+
+def prefix_passes(passes: Sequence[PrefixPass], query_starts: Sequence[int], device: torch.device) -> PrefixPasses:
+    """Return passes, at least one, with their table on the device, without waiting for it.
+
+    query_starts: see `plan_passes`.
+    """
+    host = torch.tensor(passes, dtype=torch.int32)
+    if device.type == "cuda":
+        host = host.pin_memory()
+    requests = sorted({one.request for one in passes})
+    runs = []
+    for _, run in groupby(enumerate(requests), key=lambda numbered: numbered[1] - numbered[0]):
+        neighbours = [request for _, request in run]
+        runs.append(slice(query_starts[neighbours[0]], query_starts[neighbours[-1] + 1]))
+    return PrefixPasses(host.to(device, non_blocking=True), frozenset(requests), tuple(runs))

@@ -1,0 +1,170 @@
+"""`decode.cu` over prefixes: passes of chunks' query tokens, which a table on the device lists.
+
+A chunk's new tokens follow its prefix, so each pass sees all of it: 64 columns of query heads times tokens. A pass is a
+request to the kernel and its schedule. No length reaches a launch, so a CUDA graph can hold it: a table may have more
+passes than a step needs, those behind without query tokens.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from ...codecs.ring import Ring
+from ...layout import PageLayout
+from ..checks import check_int32
+from . import COLUMNS
+from .grids import Card, Kind, kind_of, kinds, make_schedulers
+from .kernel import Compilation, CudaKernel
+from .launch import (
+    CALL_ARGUMENTS,
+    STEP_ARGUMENTS,
+    Variant,
+    constants,
+    layer_arguments,
+    program,
+    step_arguments,
+)
+from .schedule import item_count
+
+PASS_WORDS = 4
+"""Words of a pass in a table: request, first query token, query tokens and tokens of the prefix."""
+
+
+class Pays(NamedTuple):
+    """The prefixes for which passes pay: up to `passes` of a chunk, and at least `channels` of K in all prefixes of a
+    step (tokens, KV heads and channels of a head, multiplied)."""
+
+    passes: int
+    channels: int
+
+
+PAYS = {True: Pays(12, 1 << 22), False: Pays(4, 1 << 24)}
+"""The prefixes that the kernel reads faster than they are gathered, rotated back and read by FlashAttention: with warps
+that only unpack (`has_unpackers`), and without (benchmarks/prefixes.py, docs/kernels.md)."""
+THIRDS = 3
+"""Blocks of 64 columns are of equal speed, and a part costs more than of few columns: each has a whole load."""
+
+
+class PrefixGrid(NamedTuple):
+    """Work items of each KV head, and the kind of the blocks that serve them."""
+
+    items: int
+    kind: Kind
+
+
+def prefix_grid(passes: int, card: Card) -> PrefixGrid:
+    """Return the grid for a table of so many passes. Its blocks write the output, however few they are: a prefix is cut
+    into up to 32 parts, and another launch would merge them."""
+    kind = kind_of(passes, card, COLUMNS)
+    return PrefixGrid(item_count(passes, kind.resident(card)), kind)
+
+
+class PrefixSchedules:
+    """Schedules of steps of up to `passes` passes, and the counters of their launches, which these leave 0. `thirds`:
+    see `Scheduler`."""
+
+    def __init__(self, passes: int, card: Card, device: torch.device, thirds: int = THIRDS) -> None:
+        self.card = card
+        self.schedulers = make_schedulers(passes, card, {COLUMNS: 1}, device, thirds)
+        self.items = max(item_count(passes, kind.resident(card)) for kind in kinds(card, COLUMNS))
+        """The most work items of a KV head."""
+        self.counters = torch.zeros(self.items * card.kv_heads, dtype=torch.int32, device=device)
+
+    def compile(self) -> None:
+        """Compile the schedulers."""
+        for scheduler in self.schedulers.values():
+            scheduler(torch.zeros(1, dtype=torch.int32, device=self.counters.device))
+
+    def __call__(self, table: torch.Tensor) -> torch.Tensor:
+        """Return the schedule of a table, int32 [items, 4]. The next call overwrites it.
+
+        table: int32 [passes, PASS_WORDS].
+        """
+        return self.schedulers[prefix_grid(len(table), self.card).kind](table[:, 3])
+
+
+def prefix_arguments(
+    query: torch.Tensor,
+    block_table: torch.Tensor,
+    table: torch.Tensor,
+    schedule: torch.Tensor,
+    partial_output: torch.Tensor,
+    partial_stats: torch.Tensor,
+    query_bias: torch.Tensor | None,
+    ring: Ring | None,
+    lse: torch.Tensor,
+) -> bytes:
+    """Return the arguments that are the same for all layers of a step. They are addresses: keep the tensors.
+
+    Args:
+        query: fp16 [tokens, KV heads, queries per KV head, head_dim], contiguous, rotated and scaled.
+        block_table: int32 [requests, blocks].
+        table: int32 [passes, PASS_WORDS], contiguous.
+        schedule: of `PrefixSchedules`.
+        partial_output, partial_stats: fp32 [items, KV heads, COLUMNS, head_dim] and [items, KV heads, COLUMNS, 2].
+        query_bias: see `launch.step_arguments`.
+        ring: block table int32 [requests, blocks] and first tokens int32 [requests], as they are before the chunks' own
+            tokens are there; None: there is none.
+        lse: fp32 [tokens, query heads], contiguous: filled for the query tokens of passes with the natural
+            log-sum-exps of the scores, -inf where a prefix has no keys.
+    """
+    check_int32(table)
+    assert table.is_contiguous() and table.shape[1] == PASS_WORDS and table.data_ptr() % 16 == 0, table.shape
+    tables = block_table, table, table
+    return step_arguments(query, *tables, partial_output, partial_stats, query_bias, ring, lse, schedule)
+
+
+class CudaPrefix(CudaKernel[None]):
+    """Attention of chunks over their prefixes in one layer's cache and ring.
+
+    Args:
+        page: layout of the cache.
+        matrix: fp16 [1 or KV heads, head_dim / 16, head_dim / 16, 32, 8], of `pack_matrix`.
+        counters: of `PrefixSchedules`.
+        cache, ring: see `CudaDecode`.
+        output: fp16, bf16 or fp32 [tokens, KV heads, queries per KV head, head_dim], unit stride over channels; calls
+            have its dtype and strides.
+        tiles_a_block: see `CudaDecode`.
+    """
+
+    def __init__(
+        self, page: PageLayout, matrix: torch.Tensor, counters: torch.Tensor, cache: torch.Tensor, ring: Ring | None,
+        output: torch.Tensor, tiles_a_block: int | None,
+    ) -> None:  # fmt: skip
+        _, self.kv_heads, self.group, head_dim = output.shape
+        self.page, self.keep_alive = page, (matrix, counters)
+        card = Card(self.kv_heads, head_dim, sm_count=1)
+        self.variant = Variant(
+            kind_of(1, card, COLUMNS).warps, True, COLUMNS, cache.shape[2],
+            *((ring.cache.shape[2], ring.window) if ring else (0, 0)), tiles_a_block is not None, output.dtype,
+            has_lse=True, tiles_a_block=tiles_a_block or 0, has_pass_table=True,
+        )  # fmt: skip
+        layer = layer_arguments(cache, ring, output, matrix, counters)
+        super().__init__(CALL_ARGUMENTS.size + STEP_ARGUMENTS.size, layer, cache.device.index)
+
+    def __call__(self, items: int, step: bytes, output: torch.Tensor) -> None:
+        """Launch on the current stream; in a block of `Ahead`, do nothing.
+
+        Args:
+            items: work items of each KV head, of the step's schedule.
+            step: of `prefix_arguments`.
+            output: as in the constructor; filled for the query tokens of passes, with zeros where a prefix has no keys.
+        """
+        functions = self.functions.get(None) or self.functions_of(None)
+        if functions is None:
+            return
+        launch, kernel, threads, shared_bytes = functions[0]
+        self.arguments[: self.layer_at] = CALL_ARGUMENTS.pack(output.data_ptr()) + step
+        stream = torch.cuda.current_stream(self.device).cuda_stream
+        launch(kernel, (1, self.kv_heads, items), threads, shared_bytes, stream, self.address)
+
+    def compile_variants(self) -> None:
+        """Compile and load the kernel, so that no step waits for it. In a block of `Ahead`, note it."""
+        self.compile([None])
+
+    def compilation(self, key: None) -> Compilation:
+        """Return what the kernel is compiled from."""
+        values = constants(self.page, self.kv_heads, self.group, self.variant)
+        return Compilation.of(program(values), values)

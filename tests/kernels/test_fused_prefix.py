@@ -1,0 +1,194 @@
+"""Attention of a layer whose chunks' prefixes the CUDA kernel reads in the pages: steps of decodes, new prompts, and
+chunks of few and many passes. On a Hopper GPU, else with the kernel emulated by g++."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import emulated
+import pytest
+import torch
+from packed_kv.attention import decode as pairs
+from packed_kv.attention.choice import Limits
+from packed_kv.attention.layer import PairAttention, PairKernels
+from packed_kv.attention.layouts import PairLayout
+from packed_kv.attention.metadata import Batch, PackedMetadata
+from packed_kv.attention.passes import PassLimits, PrefixPass, plan_passes, prefix_passes
+from packed_kv.attention.prefill import FlashAttention, FlashPrefill
+from packed_kv.attention.store import PairStore
+from packed_kv.attention.triton_store import TritonPairStore
+from packed_kv.codecs import ring as ring_codec
+from packed_kv.codecs.pages import PagedCodec
+from packed_kv.formats import FORMATS
+from packed_kv.kernels.cuda import launch as cuda
+from packed_kv.kernels.cuda import prefix_launch
+from packed_kv.reference.attention import AttentionOptions
+from packed_kv.window.metadata import WindowMetadata
+from packed_kv.window.slots import fill_slots
+from packed_kv.window.step import WindowStep
+from test_cuda_decode import runs
+from test_decode import DEVICE, relative_rms
+from test_gather import flash_attention
+from test_ring import poisoned_ring
+from test_shares import Workspace
+from vllm.v1.worker import workspace
+
+GROUP, BLOCK, WINDOW, RING_BLOCK, RING_BLOCKS = 16, 16, 24, 8, 8
+MOST_PASSES = 2
+DECODES, CHUNKS = [(40, 1), (17, 1)], [(50, 6), (9, 9), (66, 3), (45, 13), (38, 8), (21, 5)]
+"""(tokens, new tokens) of requests: of chunks, one is a new prompt, and one has too many passes."""
+
+
+class Case(NamedTuple):
+    """A batch of requests (tokens, new tokens), and all tokens' K and V of each, float [2, tokens, 1, head_dim]."""
+
+    lengths: list[tuple[int, int]]
+    codec: PagedCodec
+    vectors: list[torch.Tensor]
+    query: torch.Tensor
+    has_ring: bool
+
+    @classmethod
+    def of(cls, name: str, head_dim: int, lengths: list[tuple[int, int]], *, has_ring: bool) -> Case:
+        generator = torch.Generator().manual_seed(3)
+        codec = PagedCodec(FORMATS[name], head_dim, device=DEVICE)
+        vectors = [torch.randn(2, tokens, 1, head_dim, generator=generator).to(DEVICE).half() for tokens, _ in lengths]
+        query = torch.randn(sum(new for _, new in lengths), GROUP, head_dim, generator=generator).to(DEVICE).half()
+        return cls(lengths, codec, vectors, query, has_ring)
+
+    def attend(self, attention: PairAttention) -> torch.Tensor:
+        """Return the layer's output, for pages and rings that hold what came before the batch."""
+        starts = torch.tensor([0, *(new for _, new in self.lengths)]).cumsum(0)
+        seq_lens = torch.tensor([tokens for tokens, _ in self.lengths], dtype=torch.int32)
+        table = torch.arange(len(self.lengths) * 5).flip(0).view(-1, 5).to(torch.int32)
+        cache = torch.full((table.numel(), 1, BLOCK, self.codec.slot_bytes), 0xFF, dtype=torch.uint8, device=DEVICE)
+        ring_table = torch.arange(len(self.lengths) * RING_BLOCKS).view(-1, RING_BLOCKS).repeat(1, 2).to(torch.int32)
+        ring = poisoned_ring(ring_table.numel() // 2, 1, RING_BLOCK, self.codec.key.head_dim)
+        slots = torch.empty(int(starts[-1]), dtype=torch.int32)
+        first = torch.empty(len(self.lengths), dtype=torch.int32)
+        sizes = dict(block_size=RING_BLOCK, ring_blocks=RING_BLOCKS, window=WINDOW, longest_decode=1)
+        fill_slots(starts.to(torch.int32), seq_lens, ring_table, slots, first, **sizes)
+        new_slots, positions = [], []
+        for request, ((tokens, new), (key, value)) in enumerate(zip(self.lengths, self.vectors, strict=True)):
+            ids = torch.arange(tokens, device=DEVICE)
+            where = table.to(DEVICE)[request, ids // BLOCK].long() * BLOCK + ids % BLOCK
+            old = slice(0, tokens - new)
+            self.codec.write(cache, where[old], key[old], value[old], ids[old])
+            held = ids[int(first[request]) : tokens - new]
+            places = ring_table.to(DEVICE)[request, held // RING_BLOCK].long() * RING_BLOCK + held % RING_BLOCK
+            ring_codec.write(ring, places, *(x[held] for x in self.codec.prepare(key, value, ids)))
+            new_slots.append(where[tokens - new :]), positions.append(ids[tokens - new :])
+        decodes = sum(new == 1 for _, new in self.lengths)
+        metadata = PackedMetadata(
+            int(starts[-1]), table.to(DEVICE), torch.cat(new_slots), torch.cat(positions),
+            starts.to(DEVICE, torch.int32), seq_lens.to(DEVICE), starts.tolist(), seq_lens.tolist(), decodes, decodes,
+            1, seq_lens.to(DEVICE),
+        )  # fmt: skip
+        window = None
+        if self.has_ring:
+            layer: Any = SimpleNamespace(kv_cache=ring, window=WINDOW, layer_name="ring", sharers=0)
+            window = WindowStep(layer, WindowMetadata(ring_table.to(DEVICE), slots.to(DEVICE), first.to(DEVICE)), False)
+        key, value = (
+            torch.cat([x[i][-new:] for x, (_, new) in zip(self.vectors, self.lengths, strict=True)]) for i in (0, 1)
+        )
+        output = torch.full_like(self.query, float("nan"))
+        attention.forward(Batch(self.query, key, value, cache, metadata, output, window))
+        return output
+
+    def expected(self) -> list[torch.Tensor | None]:
+        """Return each chunk's attention over its prefix as it is stored and its own tokens as they are, float64; None
+        of decodes."""
+        found: list[torch.Tensor | None] = []
+        row = 0
+        for (tokens, new), vectors in zip(self.lengths, self.vectors, strict=True):
+            rows, row, ids = slice(row, row + new), row + new, torch.arange(tokens, device=DEVICE)
+            whole = []
+            for part, x, rotated in zip(
+                (self.codec.key, self.codec.value), vectors, self.codec.prepare(*vectors, ids), strict=True
+            ):
+                stored = part.decode(part.encode(x.float())).double()
+                if self.has_ring:
+                    recent = (ids >= max(tokens - new - WINDOW + 1, 0))[:, None, None]
+                    stored = torch.where(recent, part.unrotate(ring_codec.round_trip(rotated)).double(), stored)
+                whole.append(torch.cat((stored[: tokens - new], x[tokens - new :].double()))[:, 0])
+            if new == 1:
+                found.append(None)
+                continue
+            scores = self.query[rows].double() @ whole[0].T * self.codec.key.head_dim**-0.5
+            later = ids > torch.arange(tokens - new, tokens, device=DEVICE)[:, None]
+            weights = scores.masked_fill(later[:, None], float("-inf")).softmax(-1)
+            found.append(weights @ whole[1])
+        return found
+
+
+def layer(codec: PagedCodec, most_tokens: int) -> PairAttention:
+    shape = (codec, GROUP, 1, AttentionOptions(codec.key.head_dim**-0.5))
+    layout = PairLayout(*shape, Limits(1, 8, most_tokens))
+    decode = pairs.pair_kernel(layout, pairs.rotation_of(layout), "auto")
+    assert isinstance(decode, pairs.HopperPairs)
+    store = PairStore(TritonPairStore(codec, 1, decode.splits.rotation), decode.kind)
+    prefill = FlashPrefill(*shape, 64, 8, FlashAttention(flash_attention, codec.value.head_dim))
+    return PairAttention(PairKernels(*shape, store, decode, prefill))
+
+
+@pytest.fixture(autouse=True)
+def _machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    memory = Workspace()
+    monkeypatch.setattr(pairs, "current_workspace_manager", lambda: memory)
+    monkeypatch.setattr(workspace, "current_workspace_manager", lambda: memory)
+    pays = prefix_launch.Pays(MOST_PASSES, 100 * 64)
+    monkeypatch.setattr(prefix_launch, "PAYS", dict.fromkeys((False, True), pays))
+    if DEVICE == "cpu":
+        card = SimpleNamespace(multi_processor_count=4, major=9, minor=0)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _device: card)
+        monkeypatch.setattr(cuda, "CudaDecode", emulated.CudaDecode)
+        monkeypatch.setattr(prefix_launch, "CudaPrefix", emulated.CudaPrefix)
+
+
+@runs
+@pytest.mark.parametrize("has_ring", [False, True], ids=["", "ring"])
+@pytest.mark.parametrize(("name", "head_dim"), [("tq4", 128), ("turboquant25", 64)])
+@pytest.mark.parametrize("decodes", [DECODES, []], ids=["decodes", ""])
+def test_steps(
+    decodes: list[tuple[int, int]], name: str, head_dim: int, has_ring: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Chunks are as in float64; decodes, to the bit as without passes. Passes have the chunks with
+    a prefix and few passes."""
+    case = Case.of(name, head_dim, decodes + CHUNKS, has_ring=has_ring)
+    gathered: list[list[int]] = []
+    parts = FlashPrefill._attend_prefixes
+    monkeypatch.setattr(
+        FlashPrefill,
+        "_attend_prefixes",
+        lambda *args: (gathered.append([read.part.tokens for read in args[3].parts]), parts(*args))[1],
+    )
+    output = case.attend(layer(case.codec, 64))
+    plain = case.attend(layer(case.codec, 0))
+    assert gathered == [[32], [44 + 63 + 32 + 30 + 16]]
+    rows = [0, *torch.tensor([new for _, new in case.lengths]).cumsum(0).tolist()]
+    for (start, end), expected in zip(pairwise(rows), case.expected(), strict=True):
+        if expected is None:
+            assert torch.equal(output[start:end], plain[start:end])
+        else:
+            assert relative_rms(output[start:end].double(), expected) < 2e-3
+            assert relative_rms(plain[start:end].double(), expected) < 2e-3
+
+
+def test_plan() -> None:
+    """A request has all passes or none: with a prefix, within the limits, behind the decodes."""
+    starts, context = [0, 1, 2, 12, 20, 24, 30, 31, 50], [9, 9, 30, 8, 4, 106, 3, 119]
+    limits = PassLimits(each=3, total=5, tokens=4, rows=50)
+    assert plan_passes(starts, context, 2, limits) == [
+        PrefixPass(2, 2, 4, 20), PrefixPass(2, 6, 4, 20), PrefixPass(2, 10, 2, 20), PrefixPass(5, 24, 4, 100),
+        PrefixPass(5, 28, 2, 100),
+    ]  # fmt: skip
+    assert [one.request for one in plan_passes(starts, context, 2, limits._replace(total=4))] == [2, 2, 2, 6]
+    assert [one.request for one in plan_passes(starts, context, 2, limits._replace(rows=30))] == [2, 2, 2, 5, 5]
+    assert [one.request for one in plan_passes(starts, context, 2, limits._replace(each=2))] == [5, 5, 6]
+    assert len(plan_passes(starts, context, 2, limits._replace(keys=120))) == 5
+    assert not plan_passes(starts, context, 2, limits._replace(keys=121)), "too few keys in all"
+    made = prefix_passes(plan_passes(starts, context, 2, limits._replace(total=6)), starts, torch.device("cpu"))
+    assert made.table.dtype == torch.int32 and made.table[-1].tolist() == [6, 30, 1, 2]
+    assert made.runs == (slice(2, 12), slice(24, 31)) and made.rows == 31 and made.requests == {2, 5, 6}
