@@ -307,7 +307,7 @@ def test_profiling_compiles_what_steps_over_latents_launch(
     monkeypatch.setattr(Launch, "_first", keep)
     monkeypatch.setattr(cuda_kernel, "load", lambda wanted, _device: launched.add(wanted))
     for of_cuda, key in (
-        (latent_launch.CudaLatentDecode, lambda step: step.shape.rows),
+        (latent_launch.CudaLatentDecode, lambda step: step.grid.rows),
         (latent_ring_launch.CudaLatentRing, lambda step: step.grid[2]),
     ):
 

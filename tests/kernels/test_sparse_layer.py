@@ -76,8 +76,8 @@ class EmulatedPicks(latent_pick_launch.CudaPickDecode):
     def __call__(self, step, query, rope_query, output, picks) -> None:
         import emulated
 
-        has_constant, shape = self.constant is not None, step.step.shape
-        variant = latent_launch.Variant(
+        has_constant, shape = self.constant is not None, step.step.grid
+        variant = latent_launch.LatentVariant(
             self.heads, shape.rows, self.block_size, *self.dtypes, has_constant, self.has_lse
         )
         call = latent_launch.call_arguments(output, query, rope_query)

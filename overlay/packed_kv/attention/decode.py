@@ -250,14 +250,14 @@ class HopperPairs(DecodeKernel[HopperPairStep, None]):
         self.splits = Splits(layer, rotation, self.longest)
         self.shape, self.kind = self.splits.shape, self.splits.kind(by_cuda=True)
         self.bound: Launches = Launches()
-        self.card = grids.card_of(layer.codec.layout, layer.kv_heads, self.splits.sm_count)
+        self.grid_inputs = grids.grid_inputs(layer.codec.layout, layer.kv_heads, self.splits.sm_count)
         columns, device = grids.columns_of_steps(group, limits.longest_decode), self.splits.from_rotated.device
         self.matrix = cuda.pack_matrix(self.splits.from_rotated)
-        self.counters = grids.make_counters(limits.max_requests, self.card, columns, device)
-        self.schedulers = grids.make_schedulers(limits.max_requests, self.card, columns, device)
+        self.counters = grids.make_counters(limits.max_requests, self.grid_inputs, columns, device)
+        self.schedulers = grids.make_schedulers(limits.max_requests, self.grid_inputs, columns, device)
         self.prefix: FusedPrefix | None = None
         if limits.max_tokens and layer.shard == UNSHARDED:
-            self.prefix = FusedPrefix(layer.codec.layout, self.shape, self.card, self.matrix, limits)
+            self.prefix = FusedPrefix(layer.codec.layout, self.shape, self.grid_inputs, self.matrix, limits)
             self.pass_limits = self.prefix.limits
 
     def reserve(self) -> None:
@@ -284,7 +284,7 @@ class HopperPairs(DecodeKernel[HopperPairStep, None]):
         partial_shape = 0, self.layer.kv_heads, 1
         if grid is not None and grid.is_final:
             columns, passes = self._columns(query_len), grids.pass_count(self.shape.group, query_len)
-            kind = grids.kind_of(requests * passes, self.card, columns)
+            kind = grids.block_kind(requests * passes, self.grid_inputs, columns)
             schedule = self.schedulers[kind](batch.seq_lens, passes)
             partial_shape = grid.blocks, self.layer.kv_heads, columns
         elif grid is not None:
@@ -357,7 +357,7 @@ class HopperPairs(DecodeKernel[HopperPairStep, None]):
     def grid(self, requests: int, query_len: int) -> grids.Grid:
         """Return the kernel's grid."""
         passes = grids.pass_count(self.shape.group, query_len)
-        return grids.grid(requests * passes, self.card, self._columns(query_len))
+        return grids.grid(requests * passes, self.grid_inputs, self._columns(query_len))
 
     def _columns(self, query_len: int) -> int:
         return grids.column_count(self.shape.group, query_len)

@@ -237,7 +237,7 @@ class HopperLatents(DecodeKernel[HopperLatentStep, Attended]):
 
     def _partials(self, requests: int, query_len: int) -> tuple[int]:
         """Rows of parts of results; of each request one stays a part where the launch for the ring merges them."""
-        shape = cuda.shape_of(self.layer.heads * query_len, self.results.sm_count)
+        shape = cuda.latent_grid(self.layer.heads * query_len, self.results.sm_count)
         return (shape.partial_rows(requests if self.layer.window else 0),)
 
     def reserve(self) -> None:
@@ -248,7 +248,7 @@ class HopperLatents(DecodeKernel[HopperLatentStep, Attended]):
         layer, query_len, sm_count, ring = self.layer, batch.max_query_len, self.results.sm_count, None
         memory = self.results.take(self._partials(len(batch.seq_lens), query_len), batch.tokens)
         lens = self.results.count_tokens(batch)
-        shape = cuda.shape_of(layer.heads * query_len, sm_count)
+        shape = cuda.latent_grid(layer.heads * query_len, sm_count)
         parts = cuda.Parts(shape, self.scheduler(lens, shape.partitions), memory.partial, memory.stats)
         tables = batch.block_table, batch.query_start, lens
         decode = cuda.make_step(layer.heads, query_len, layer.scale, *tables, parts, memory.lse)

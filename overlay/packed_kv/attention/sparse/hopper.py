@@ -39,7 +39,7 @@ class HopperSparse(DecodeKernel[HopperSparseStep, None]):
     def __init__(self, layer: SparseLayout, most_tokens: int) -> None:
         self.layer, self.kind, device = layer, layer.kind, layer.codec.device
         sm_count = torch.cuda.get_device_properties(device).multi_processor_count
-        self.shape = cuda.shape_of(layer.heads, sm_count)
+        self.shape = cuda.latent_grid(layer.heads, sm_count)
         self.scheduler = LatentScheduler(most_tokens, sm_count, device)
         self.numbers = torch.arange(most_tokens + 1, dtype=torch.int32, device=device)
         self.counts = torch.zeros(most_tokens, dtype=torch.int32, device=device)
