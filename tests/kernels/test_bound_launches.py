@@ -249,7 +249,7 @@ def of_store(monkeypatch: pytest.MonkeyPatch) -> tuple[Binder, Callable[..., Non
 def of_decode(monkeypatch: pytest.MonkeyPatch) -> tuple[Binder, Callable[..., None], dict[str, torch.Tensor]]:
     layer: Any = object.__new__(decode.HopperPairs)
     binder = Binder()
-    layer.bound, layer.splits = Launches(), object.__new__(decode.Splits)
+    layer.bound, layer.splits = Launches(), object.__new__(decode.PairWorkspace)
     layer.splits.layer = SimpleNamespace(options=SimpleNamespace(sinks=None))
     layer._bind = binder
     step: Any = decode.HopperPairStep(None, None, grids.Grid(1, 1, True), 1, 1, b"", ())

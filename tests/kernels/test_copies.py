@@ -44,7 +44,7 @@ OTHER_LOADS = {
     "load_pairs": "queries of 32 columns",
     "move_maxima": "the largest scores and maxima of warps",
     "share_weights": "maxima of warps",
-    "go_on": "maxima of warps",
+    "rebase_maxima": "maxima of warps",
     "add_group": "weights",
     "attend": "maxima of warps, behind the last tile",
     "store_team": "totals, which replace stages behind the last tile",

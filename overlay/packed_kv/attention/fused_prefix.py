@@ -93,8 +93,8 @@ class FusedPrefix:
         output = step.results.output
         apart = output.view(len(output), self.shape.kv_heads, self.shape.group, -1)
         of_ring = None if ring is None else (ring.cache.data_ptr(), ring.cache.stride(), ring.window)
-        held_for = cache.data_ptr(), cache.stride(), of_ring, output.stride(), output.dtype
-        launch = bound.get("prefixes", held_for, lambda: self._bind(cache, ring, apart))
+        binding_key = cache.data_ptr(), cache.stride(), of_ring, output.stride(), output.dtype
+        launch = bound.get("prefixes", binding_key, lambda: self._bind(cache, ring, apart))
         launch(step.items, step.arguments, apart)
         return step.results
 

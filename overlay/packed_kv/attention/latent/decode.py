@@ -61,7 +61,7 @@ class LatentMemory:
     output: torch.Tensor
 
 
-class PageResults:
+class LatentWorkspace:
     """A layer's results over pages, which both kernels keep.
 
     `are_partial`: whether attention over pages is a part, in fp32 and with its lse: of a rank's tokens, or where the
@@ -128,7 +128,7 @@ class TritonLatents(DecodeKernel[TritonLatentStep, Attended]):
 
     def __init__(self, layer: LatentLayout) -> None:
         self.layer, self.longest = layer, layer.limits.longest_decode
-        self.results = PageResults(layer, are_partial=layer.is_shard or layer.window > 0)
+        self.results = LatentWorkspace(layer, are_partial=layer.is_shard or layer.window > 0)
         self.kind = LatentKind(False, layer.heads, layer.scale, layer.window)
         self.shape = latent_shape(layer.heads, self.longest, layer.scale)
         generation = generation_of(torch.cuda.get_device_capability(layer.codec.device))
@@ -230,7 +230,7 @@ class HopperLatents(DecodeKernel[HopperLatentStep, Attended]):
 
     def __init__(self, layer: LatentLayout) -> None:
         self.layer, self.longest = layer, layer.limits.longest_decode
-        self.results = PageResults(layer, are_partial=layer.is_shard)
+        self.results = LatentWorkspace(layer, are_partial=layer.is_shard)
         self.kind = LatentKind(True, layer.heads, layer.scale, layer.window)
         self.scheduler = LatentScheduler(layer.limits.max_requests, self.results.sm_count, layer.codec.device)
         self.bound: Launches = Launches()
@@ -264,8 +264,8 @@ class HopperLatents(DecodeKernel[HopperLatentStep, Attended]):
         """Nothing is launched between the kernel over pages and that for the ring, which begins
         early (`kernels/cuda/early_launch.py`)."""
         q_latent, q_rope = queries
-        held_for = (cache.data_ptr(), cache.stride(), q_latent.dtype)
-        decode = self.bound.get("decode", held_for, lambda: self._bind(cache, q_latent.dtype))
+        binding_key = (cache.data_ptr(), cache.stride(), q_latent.dtype)
+        decode = self.bound.get("decode", binding_key, lambda: self._bind(cache, q_latent.dtype))
         decode(step.decode, q_latent, q_rope, None if self.layer.window else step.memory.over_pages)
         if ring is not None and step.ring is not None:
             of_ring, result = ring.cache, step.memory.output

@@ -69,8 +69,8 @@ class HopperSparse(DecodeKernel[HopperSparseStep, None]):
         query, rope_query, picks = queries
         assert output is not None and step.decode.step.requests == len(output), step.decode.step.requests
         assert picks.shape[1] >= self.layer.picks, (picks.shape, self.layer.picks)
-        held_for = (cache.data_ptr(), cache.stride(), query.dtype)
-        decode = self.bound.get("decode", held_for, lambda: self._bind(cache, query.dtype))
+        binding_key = (cache.data_ptr(), cache.stride(), query.dtype)
+        decode = self.bound.get("decode", binding_key, lambda: self._bind(cache, query.dtype))
         decode(step.decode, query, rope_query, output, picks)
 
     def _bind(self, cache: torch.Tensor, dtype: torch.dtype) -> cuda_picks.CudaPickDecode:

@@ -213,7 +213,7 @@ class CudaLatentDecode(CudaKernel[int]):
         super().__init__(self.step_bytes, layer_arguments(cache, constant), cache.device.index)
 
     def __call__(self, step: Step, query: torch.Tensor, rope_query: torch.Tensor, output: torch.Tensor | None) -> None:
-        """Launch on the current stream; in a block of `Ahead`, do nothing.
+        """Launch on the current stream; in a `Precompiler` block, do nothing.
 
         Args:
             step: of `make_step`.
@@ -246,7 +246,7 @@ class CudaLatentDecode(CudaKernel[int]):
                 merge.launch(merge.kernel, grid, threads, size, stream, self.address)
 
     def compile_variants(self, longest_decode: int) -> None:
-        """Compile and load every variant that a step may need, so that no step waits for one. In a block of `Ahead`,
+        """Compile and load every variant that a step may need, so that no step waits for one. In a `Precompiler` block,
         note them.
 
         Args:

@@ -79,7 +79,7 @@ class CudaPickDecode(CudaLatentDecode):
     def __call__(  # type: ignore[override]
         self, step: PickStep, query: torch.Tensor, rope_query: torch.Tensor, output: torch.Tensor, picks: torch.Tensor
     ) -> None:
-        """Launch on the current stream; in a block of `Ahead`, do nothing.
+        """Launch on the current stream; in a `Precompiler` block, do nothing.
 
         Args:
             step: of `make_pick_step`.

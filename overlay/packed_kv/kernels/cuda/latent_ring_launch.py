@@ -126,7 +126,7 @@ class CudaLatentRing(CudaKernel[int]):
         super().__init__(CALL_ARGUMENTS.size + STEP_ARGUMENTS.size, self.layer, ring.device.index)
 
     def __call__(self, step: Step, query: torch.Tensor, rope_query: torch.Tensor, output: torch.Tensor) -> None:
-        """Launch on the current stream; in a block of `Ahead`, do nothing.
+        """Launch on the current stream; in a `Precompiler` block, do nothing.
 
         Args:
             step: of `make_step`.
@@ -146,7 +146,7 @@ class CudaLatentRing(CudaKernel[int]):
             )
 
     def compile_variants(self) -> None:
-        """Compile and load every variant that a step may need, so that no step waits for one. In a block of `Ahead`,
+        """Compile and load every variant that a step may need, so that no step waits for one. In a `Precompiler` block,
         note them."""
         self.compile(SHARES)
 

@@ -249,7 +249,7 @@ class CudaDecode(CudaKernel[tuple[int, bool, int]]):
         super().__init__(CALL_ARGUMENTS.size + STEP_ARGUMENTS.size, layer, cache.device.index)
 
     def __call__(self, grid: Grid, max_query_len: int, requests: int, step: bytes, output: torch.Tensor) -> None:
-        """Launch on the current stream; in a block of `Ahead`, do nothing.
+        """Launch on the current stream; in a `Precompiler` block, do nothing.
 
         Args:
             grid: of `grids.grid`. If it is final, `output` is filled, otherwise the partial results of `step`.
@@ -270,7 +270,7 @@ class CudaDecode(CudaKernel[tuple[int, bool, int]]):
             launch(kernel, (x, self.kv_heads, z), threads, shared_bytes, stream, self.address)
 
     def compile_variants(self, longest_decode: int) -> None:
-        """Compile and load every variant that a step may need, so that no step waits for one. In a block of `Ahead`,
+        """Compile and load every variant that a step may need, so that no step waits for one. In a `Precompiler` block,
         note them.
 
         Args:

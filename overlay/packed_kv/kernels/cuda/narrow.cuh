@@ -140,7 +140,7 @@ INLINE void attend(const Arguments& a) {
             load_blocks(number + STAGES, next);
             const int tile = split + number * splits;
             if (number)
-                Biases(a, request, head, lane).go_on(a, state.maximum, page_tile(request, tile - splits),
+                Biases(a, request, head, lane).rebase_maxima(a, state.maximum, page_tile(request, tile - splits),
                                                      page_tile(request, tile));
             wait_for_copies_of(stages.barrier, stages.parity);
             attend_ring_tile(a, request, head, tile, stages.stage, queries, lane, state);
@@ -150,8 +150,8 @@ INLINE void attend(const Arguments& a) {
         to_page_unit(state);
         const int ring_tile = page_tile(request, split + (range.ring - 1) * splits);
         const Biases bias(a, request, head, lane);
-        if (range.count) bias.go_on(a, state.maximum, ring_tile, range.low);
-        else bias.make_whole(a, state.maximum, ring_tile);
+        if (range.count) bias.rebase_maxima(a, state.maximum, ring_tile, range.low);
+        else bias.restore_maxima(a, state.maximum, ring_tile);
     }
     queries.to_page_unit();
     const int masked_from = request.page_limit(request.seq_len - request.count + 1), last = range.low + range.count;
@@ -171,12 +171,12 @@ INLINE void attend(const Arguments& a) {
         stages.next();
         if (Biases::ends_block(tile) && tile + 1 < last) {
             const Request again(a, shared_work_item());
-            Biases(a, again, hide_from_optimizer(blockIdx.y), lane.in_rare_branch()).go_on(a, state.maximum, tile, tile + 1);
+            Biases(a, again, hide_from_optimizer(blockIdx.y), lane.in_rare_branch()).rebase_maxima(a, state.maximum, tile, tile + 1);
         }
     }
     if (HAS_BIAS && range.count) {
         const Request again(a, shared_work_item());
-        Biases(a, again, hide_from_optimizer(blockIdx.y), lane.in_rare_branch()).make_whole(a, state.maximum, last - 1);
+        Biases(a, again, hide_from_optimizer(blockIdx.y), lane.in_rare_branch()).restore_maxima(a, state.maximum, last - 1);
     }
     finish(state);
     if constexpr (IS_FINAL) combine_warps(a, request, head, shared_work_item(), warp, lane, state);

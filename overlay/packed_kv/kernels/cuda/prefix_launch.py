@@ -145,7 +145,7 @@ class CudaPrefix(CudaKernel[None]):
         super().__init__(CALL_ARGUMENTS.size + STEP_ARGUMENTS.size, layer, cache.device.index)
 
     def __call__(self, items: int, step: bytes, output: torch.Tensor) -> None:
-        """Launch on the current stream; in a block of `Ahead`, do nothing.
+        """Launch on the current stream; in a `Precompiler` block, do nothing.
 
         Args:
             items: work items of each KV head, of the step's schedule.
@@ -162,7 +162,7 @@ class CudaPrefix(CudaKernel[None]):
             launch(kernel, (1, self.kv_heads, items), threads, shared_bytes, stream, self.address)
 
     def compile_variants(self) -> None:
-        """Compile and load the kernel, so that no step waits for it. In a block of `Ahead`, note it."""
+        """Compile and load the kernel, so that no step waits for it. In a `Precompiler` block, note it."""
         self.compile([None])
 
     def compilation(self, key: None) -> Compilation:
