@@ -98,8 +98,9 @@ def test_without_a_compiler(
     monkeypatch.delenv("CXX", raising=False)
     monkeypatch.setattr(compiler, "NAMES", ("no-such-compiler",))
     compiler._find.cache_clear()
-    build.load_library.cache_clear()
+    build._load.cache_clear()
     request.addfinalizer(compiler._find.cache_clear)
+    request.addfinalizer(build._load.cache_clear)
     caplog.set_level(logging.WARNING, "vllm.packed_kv")
     with engine(demo_model, "isoquant3", dtype="bfloat16") as llm:
         assert not any(decode_kernels(llm))
