@@ -24,6 +24,7 @@ from harness import engine
 from packed_kv import FORMATS
 from packed_kv.calibration_file import CalibrationError, load
 from packed_kv.engine import metrics
+from packed_kv.private_file import new_name
 from packed_kv.settings import self_calibration
 from packed_kv.settings.self_calibration import cached_file, resolve_auto
 from vllm import envs
@@ -88,9 +89,14 @@ def copies(file: Path) -> str:
 
 
 def test_an_engine_calibrates_its_model_once(
-    model: str, cache: Path, log: list[str], monkeypatch: pytest.MonkeyPatch
+    model: str, cache: Path, log: list[str], request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All of it: the engine core asks, tq-calibrate runs, the layers have the means; the next engine finds the file."""
+    """All of it: the engine core asks, tq-calibrate runs, the layers have the means; the next engine finds the file.
+
+    Where new files are writable by a group, too: by a umask of 002, the default of several Linux distributions.
+    """
+    umask = os.umask(0o002)
+    request.addfinalizer(lambda: os.umask(umask))
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
     short = ("--tokens", "512")  # the command's own number takes too long for a test
     replace_popen(monkeypatch, lambda command, **how: subprocess.Popen([*command, *short], **how))
@@ -144,6 +150,7 @@ def test_one_of_several_processes_calibrates(
 ENGINE = """\
 import subprocess, sys
 from types import SimpleNamespace
+from packed_kv.private_file import new_name
 from packed_kv.settings import self_calibration
 from vllm.engine.arg_utils import EngineArgs
 
@@ -418,7 +425,7 @@ def test_what_a_killed_calibration_left_is_removed(
     model: str, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cache.mkdir(parents=True, mode=0o700)
-    (cache / ".packed_kv-0123456789abcdef.tmp").touch()
+    (cache / f".{new_name()}").touch()
     instead(monkeypatch, copies(write(tmp_path, content(1))))
     path = resolved(settings(model))
     assert sorted(cache.iterdir()) == [path, path.with_suffix(".lock")]
