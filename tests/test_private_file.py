@@ -324,9 +324,9 @@ def test_what_is_loaded_is_made_where_nobody_can_rename_it(tmp_path: Path, monke
     shared.mkdir()
     shared.chmod(0o777)
     monkeypatch.setattr(tempfile, "tempdir", str(shared))
-    with pytest.raises(PermissionError, match=r"others can rename what is in it \(.*mode 777, no sticky bit\)"):
-        with temporary_folder():
-            pass
+    reason = r"others can rename what is in it \(.*mode 777, no sticky bit\)"
+    with pytest.raises(PermissionError, match=reason), temporary_folder():
+        pass
     with temporary_folder(own) as (folder, _):
         assert folder.parent == own and stat.S_IMODE(own.stat().st_mode) == 0o700
     own.chmod(0o770)

@@ -243,7 +243,8 @@ def _check_names_stay(path: Path, status: os.stat_result) -> None:
     write it, or it belongs to another user than root."""
     is_shared = status.st_mode & OTHERS_WRITE or status.st_uid not in (0, os.geteuid())
     if is_shared and not status.st_mode & stat.S_ISVTX:
-        reason = f"others can rename what is in it (user {status.st_uid}, mode {stat.S_IMODE(status.st_mode):o}, no sticky bit)"
+        of_whom = f"user {status.st_uid}, mode {stat.S_IMODE(status.st_mode):o}, no sticky bit"
+        reason = f"others can rename what is in it ({of_whom})"
         raise PermissionError(errno.EPERM, reason, str(path))
 
 

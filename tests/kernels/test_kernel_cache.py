@@ -134,7 +134,8 @@ def directory(path: Path) -> None:
     [
         (
             lambda path: path.parent.chmod(0o770),
-            r"others can write .*packed_kv \(mode 770\); run: chmod go-w .*packed_kv, or name a folder of your own by PACKED_KV_CACHE",
+            r"others can write .*packed_kv \(mode 770\); run: chmod go-w .*packed_kv, or name a folder of your own by "
+            "PACKED_KV_CACHE",
         ),
         (lambda path: path.parent.chmod(0o707), r"others can write .*packed_kv \(mode 707\)"),
         (lambda path: path.chmod(0o620), rf"others can write .*{NAME} \(mode 620\); delete it"),

@@ -272,3 +272,20 @@ def test_a_library_needs_the_c_library_alone() -> None:
     content = Path(library._name).read_bytes()
     needed = set(re.findall(rb"lib[\w+.-]+\.so[.\d]*", content))
     assert needed <= {b"libc.so.6", b"libm.so.6", b"libdl.so.2"} and isinstance(library, ctypes.CDLL), needed
+
+
+def test_a_library_is_compiled_in_the_cache_where_others_can_change_tmpdir(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    shared.chmod(0o777)
+    monkeypatch.setattr(tempfile, "tempdir", str(shared))
+    (tmp_path / "bin").mkdir()
+    script = f'pwd >> {tmp_path}/where; exec c++ "$@"'
+    monkeypatch.setenv("CXX", str(program(tmp_path / "bin", "mycc", script)))
+    assert answer(3) == 3
+    assert (tmp_path / "where").read_text().splitlines()[-1].startswith(f"{cache}/packed_kv-")
+    assert len(os.listdir(cache)) == 1 and not os.listdir(shared)
+    cache.chmod(0o777)
+    assert "others can rename what is in it" in error_of(lambda: answer(4))
