@@ -264,7 +264,7 @@ def test_plan_and_doctor_name_a_model_alike(
     if source.startswith("link"):
         (tmp_path / "link").symlink_to(folder)
         folder = tmp_path
-    monkeypatch.setattr(config_file, "_from_hub", lambda name: DEMO_MODEL / "config.json")
+    monkeypatch.setattr(config_file, "_from_hub", lambda name: (DEMO_MODEL / "config.json", False))
     monkeypatch.chdir(folder)
     name = {"link": "link", "nobody": "nobody/hub"}.get(source.partition("/")[0], "demo-7m")
     assert any(line.startswith(f"OK    {name}: 6 full layers") for line in lines(source))

@@ -422,6 +422,23 @@ def test_models_that_the_hub_does_not_give(
     assert f"{said}; give the folder of a model" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("error", [OSError("Too Many Requests"), ValueError("no"), errors.EntryNotFoundError("no")])
+def test_an_optional_file_that_the_hub_does_not_give(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The Hub is asked once whether it answers."""
+    probes: list[None] = []
+
+    def download(name: str, file: str, local_files_only: bool) -> str:
+        assert name == "some/model" and not local_files_only
+        if file != "config.json":
+            raise error
+        return str(DEMO_MODEL / file)
+
+    monkeypatch.setattr(config_file, "_answers", lambda: not probes.append(None))
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", download)
+    config, _ = config_file.load("some/model")
+    assert config["model_type"] and "quantization_config" not in config and len(probes) == 1
+
+
 def test_arguments_change_what_they_say(shape_8b: str, capsys: pytest.CaptureFixture[str]) -> None:
     card = (shape_8b, "--gpu", "L40S", "--context", "8k", "--users", "8")
 
