@@ -199,14 +199,16 @@ def _why_kept(path: Path) -> str:
 
 
 @contextlib.contextmanager
-def temporary_folder(otherwise: Path | None = None) -> Iterator[tuple[Path, int]]:
+def temporary_folder(otherwise: Path | None = None, *, anywhere: bool = False) -> Iterator[tuple[Path, int]]:
     """Give the path of a new folder of this user's below TMPDIR, and the descriptor of its lock, for processes that
     work in it. Removes the folder at the end. Raises OSError.
 
-    otherwise: folder to take, and to make if need be, where TMPDIR cannot be used: there is none, or others can rename
-    what is in it. None: OSError.
+    Args:
+        otherwise: folder to take, and to make if need be, where TMPDIR cannot be used: there is none, or others can
+            rename what is in it. None: OSError.
+        anywhere: take TMPDIR even if others can rename what is in it, as nothing from the folder is run.
     """
-    root, owner = _root(otherwise), os.getpid()
+    root, owner = Path(tempfile.gettempdir()) if anywhere else _root(otherwise), os.getpid()
     sweep(root)
     while True:
         path = root / new_name()

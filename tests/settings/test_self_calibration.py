@@ -356,6 +356,14 @@ def test_a_cache_that_is_not_this_users_alone_costs_time(
     assert not list(cache.glob("*.lock")) or reason == "Is a directory"
 
 
+@pytest.fixture
+def victim(cache: Path) -> Path:
+    """A file of this user's in the cache, to which links lead."""
+    cache.mkdir(parents=True, mode=0o700)
+    (cache / "victim").write_text("precious")
+    return cache / "victim"
+
+
 def planted(path: Path) -> None:
     path.write_text("precious")
     os.chown(path, 1234, -1)
@@ -375,7 +383,7 @@ def test_a_planted_file_is_not_loaded_but_replaced(
     plant: Callable[[Path], object],
     reason: str,
     model: str,
-    cache: Path,
+    victim: Path,
     tmp_path: Path,
     log: list[str],
     monkeypatch: pytest.MonkeyPatch,
@@ -383,13 +391,11 @@ def test_a_planted_file_is_not_loaded_but_replaced(
     if plant is planted and os.geteuid():
         pytest.skip("only root can give a file away")
     path = cached_file(settings(model))
-    cache.mkdir(parents=True, mode=0o700)
-    (cache / "victim").write_text("precious")
     plant(path)
     commands = instead(monkeypatch, copies(write(tmp_path, content(1))))
     assert resolved(settings(model)) == path
     assert len(commands) == 1 and not path.is_symlink() and load(path).version == 1
-    assert (cache / "victim").read_text() == "precious"
+    assert victim.read_text() == "precious"
     assert log[0].startswith(f"KV cache calibration: {reason.format(path=path)}") and log[0].endswith(
         "it was deleted and is made again"
     )
@@ -404,7 +410,7 @@ def test_a_planted_file_is_not_loaded_but_replaced(
 def test_a_planted_lock_harms_nothing(
     plant: Callable[[Path], object],
     model: str,
-    cache: Path,
+    victim: Path,
     until_exit: Path,
     tmp_path: Path,
     log: list[str],
@@ -412,12 +418,10 @@ def test_a_planted_lock_harms_nothing(
 ) -> None:
     """No file of this user's is truncated, and no FIFO is waited for."""
     lock = cached_file(settings(model)).with_suffix(".lock")
-    cache.mkdir(parents=True, mode=0o700)
-    (cache / "victim").write_text("precious")
     plant(lock)
     instead(monkeypatch, copies(write(tmp_path, content(1))))
     assert resolved(settings(model)).parent.parent == until_exit
-    assert (cache / "victim").read_text() == "precious"
+    assert victim.read_text() == "precious"
     assert f"{lock} is not a regular file; delete it" in log[0]
 
 

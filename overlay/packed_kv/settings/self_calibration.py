@@ -149,7 +149,10 @@ def _ensure(path: Path, config: VllmConfig) -> Path:
         try:
             made, lock = UNTIL_EXIT.enter_context(temporary_folder())
         except OSError as full:
-            raise CalibrationError(f'packed_kv.calibration "auto": TMPDIR cannot be written to ({full})') from full
+            raise CalibrationError(
+                f'packed_kv.calibration "auto": {error}; nor can TMPDIR be used ({full}); '
+                "name a folder of your own as TMPDIR"
+            ) from full
         path = made / path.name
         _calibrate(path, config, lock)
     try:
