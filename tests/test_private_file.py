@@ -58,8 +58,6 @@ EXCEPTIONS = {
     ("overlay/packed_kv/commands/main.py", "open"): "/dev/null",
     ("overlay/packed_kv/commands/selftest.py", "TemporaryFile"): OWN,
     ("overlay/packed_kv/commands/selftest.py", "read_text"): "metadata of the installed distribution",
-    ("overlay/packed_kv/commands/doctor.py", "TemporaryFile"): OWN,
-    ("overlay/packed_kv/sharing/tiers.py", "write_bytes"): "a random name in the tier's private folder",
     ("overlay/packed_kv/sharing/file_tier.py", "open"): "O_DIRECT, O_NOFOLLOW and random names: checks of its own",
     ("overlay/packed_kv/sharing/model_identity.py", "read_bytes"): ENGINE,
     ("overlay/packed_kv/sharing/model_identity.py", "open"): ENGINE,

@@ -221,7 +221,7 @@ def test_tiers_that_cannot_be_written(probed, tmp_path: Path, monkeypatch: pytes
     ]
     assert at_file == f"--tiers {tmp_path}/file: {tmp_path}/file is not a folder; name another"
     assert below == f"--tiers {tmp_path}/file/x: {tmp_path}/file is not a folder; name another"
-    assert proc.startswith("--tiers /proc cannot be written (")
+    assert proc.startswith("--tiers: /proc cannot be written to (")
     assert there.startswith(f"OK    tier {tmp_path}: ") and [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
