@@ -16,7 +16,7 @@ from packed_kv.attention.latent import prefix as latents
 from packed_kv.attention.layer import PairKernels
 from packed_kv.attention.step import StepCache
 from packed_kv.codecs.ring import Ring
-from packed_kv.kernels.cuda import grids, latent_launch, latent_ring_launch, launch
+from packed_kv.kernels.cuda import grids, latent_launch, latent_ring_launch, launch, prefix_launch
 from packed_kv.kernels.cuda.kernel import CudaKernel, Function
 from packed_kv.kernels.triton.launch import Arguments, Launches, StepLaunch
 from packed_kv.window.metadata import WindowMetadata
@@ -139,7 +139,7 @@ def test_threads_launch_with_grids_of_their_own(monkeypatch: pytest.MonkeyPatch)
     assert found == {"a": (1, 2, 3, 1, 1), "b": (7, 8, 9, 7, 1)}
 
 
-@pytest.mark.parametrize("of", ["pairs", "latents", "ring"])
+@pytest.mark.parametrize("of", ["pairs", "prefixes", "latents", "ring"])
 def test_threads_do_not_launch_with_each_others_arguments(of: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """What a layer keeps for its launches is read by the driver while a call of another thread waits."""
     monkeypatch.setattr(torch.cuda, "current_stream", lambda _device: SimpleNamespace(cuda_stream=0))
@@ -158,6 +158,11 @@ def test_threads_do_not_launch_with_each_others_arguments(of: str, monkeypatch: 
         steps = [bytes([n]) * launch.STEP_ARGUMENTS.size for n in numbers]
         calls = [partial(attend, grids.Grid(1, 1, True), 1, 1, step, vectors()[0]) for step in steps]
         attend.kv_heads = attend.group = 1
+    elif of == "prefixes":
+        attend, module, key, kernels = object.__new__(prefix_launch.CudaPrefix), prefix_launch, None, 1
+        steps = [bytes([n]) * launch.STEP_ARGUMENTS.size for n in numbers]
+        calls = [partial(attend, 1, step, vectors()[0]) for step in steps]
+        attend.kv_heads = 1
     elif of == "latents":
         attend, module, key, kernels = object.__new__(latent_launch.CudaLatentDecode), latent_launch, 16, 2
         steps = [latent_launch.Step(bytes([n]) * module.STEP_ARGUMENTS.size, shape, 1, 1, 1) for n in numbers]
@@ -166,7 +171,7 @@ def test_threads_do_not_launch_with_each_others_arguments(of: str, monkeypatch: 
         attend, module, key, kernels = object.__new__(latent_ring_launch.CudaLatentRing), latent_ring_launch, 1, 1
         steps = [latent_ring_launch.Step(bytes([n]) * module.STEP_ARGUMENTS.size, (1, 1, 1)) for n in numbers]
         attend.widest = latent_ring_launch.Variant(HEADS, 1, 16, torch.bfloat16, torch.bfloat16, False)
-    if of != "pairs":
+    if of not in ("pairs", "prefixes"):
         output, query, rope_query = vectors()
         calls = [partial(attend, step, query, rope_query, output) for step in steps]
     CudaKernel.__init__(attend, module.CALL_ARGUMENTS.size + module.STEP_ARGUMENTS.size, bytes(8), 0)

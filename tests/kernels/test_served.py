@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,12 +13,12 @@ from checkout import DEMO_MODEL
 from packed_kv.attention import choice, impl, metadata
 from packed_kv.attention import cpu as pairs_on_cpu
 from packed_kv.attention.decode import HopperPairs, TritonPairs
+from packed_kv.attention.factory import latent_kernels, pair_kernels
 from packed_kv.attention.impl import PackedAttentionImpl
 from packed_kv.attention.latent import cpu as latents_on_cpu
 from packed_kv.attention.latent.decode import HopperLatents, TritonLatents
-from packed_kv.attention.latent.impl import LatentAttentionImpl
 from packed_kv.attention.latent.in_pytorch import ReferenceLatents
-from packed_kv.attention.layer import PairKernels
+from packed_kv.attention.layouts import EngineLimits, LatentLayout, PairLayout
 from packed_kv.codecs.latent import LatentCodec
 from packed_kv.codecs.pages import PagedCodec
 from packed_kv.formats import FORMATS, Format
@@ -88,11 +89,13 @@ def lines(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(impl, "window_tokens_of_model", lambda _config: 0)
     for module, names in (
         (pairs_on_cpu, ("wait_for_libraries", "compile_ahead", "CpuPrefill", "prefill_refusal")),
-        (pairs_on_cpu.store, ("CpuStore",)), (pairs_on_cpu.decode, ("CpuDecode",)),
-        (latents_on_cpu, ("wait_for", "CpuLatentDecode")),
+        (pairs_on_cpu.store, ("CpuStore",)), (latents_on_cpu, ("wait_for",)),
     ):  # fmt: skip
         for name in names:
             monkeypatch.setattr(module, name, lambda *_arguments, **_options: None)
+    decode = lambda *_arguments: SimpleNamespace(reserve=lambda *_largest: None)  # noqa: E731
+    monkeypatch.setattr(pairs_on_cpu.decode, "CpuDecode", decode)
+    monkeypatch.setattr(latents_on_cpu, "CpuLatentDecode", decode)
     pages = lambda codec: SimpleNamespace(codec=codec)  # noqa: E731
     monkeypatch.setattr(latents_on_cpu, "CpuLatentPages", pages)
     return found
@@ -129,9 +132,9 @@ def _take_pairs(engine: Engine, layer: Pairs) -> tuple[type, int, Pairs]:
         sinks=sinks, head_size_v=layer.value_dim,
     )  # fmt: skip
     codec = PagedCodec(layer.fmt, layer.head_dim, value_dim=layer.value_dim)
-    made.device = SimpleNamespace(type=engine.platform)
-    _, decode, _ = made._kernels(codec)
-    kernels = PairKernels(codec, 2 * layer.group, 2, made.options, None, decode, None)
+    limits = replace(made.engine, device=SimpleNamespace(type=engine.platform))
+    kernels = pair_kernels(layer.fmt, PairLayout(codec, 2 * layer.group, 2, made.options, limits.limits), limits)
+    decode = kernels.decode
     batch = SimpleNamespace(decodes=3, decode_query_len=1)
     if not kernels.count_decodes(batch, made.dtype):
         decode = None
@@ -141,10 +144,9 @@ def _take_pairs(engine: Engine, layer: Pairs) -> tuple[type, int, Pairs]:
 def _take_latents(config: Any, engine: Engine, layer: Latents) -> tuple[type, int, None]:
     assert layer.fmt is not None
     codec = LatentCodec(layer.fmt, layer.rank, layer.rope_dim)
-    made: Any = object.__new__(LatentAttentionImpl)
-    made.config, made.device, made.ranks = config, SimpleNamespace(type=engine.platform), None
-    made.kv_cache_dtype, made.scale, made.num_heads, made.window_layer = layer.fmt.name, 0.1, layer.heads, None
-    decode = made._kernels(codec, None).decode
+    limits = EngineLimits.of(config, SimpleNamespace(type=engine.platform))  # type: ignore[arg-type]
+    layout = LatentLayout(codec, layer.heads, 0.1, limits.dtype, limits.limits, None)
+    decode = latent_kernels(layer.fmt, layout, limits).decode
     return type(decode), decode.longest, None
 
 

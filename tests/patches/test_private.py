@@ -18,8 +18,8 @@ from packed_kv_patches import private, survey
 PACKAGE = REPO / "overlay" / "packed_kv"
 IMPLEMENTATIONS = (
     "attention.impl PackedAttentionImpl", "attention.metadata PackedMetadataBuilder",
-    "attention.latent.impl LatentAttentionImpl", "attention.latent.sparse_impl SparseLatentImpl",
-    "attention.latent.metadata LatentMetadataBuilder", "attention.latent.sparse_metadata SparseLatentBuilder",
+    "attention.latent.impl LatentAttentionImpl", "attention.sparse.impl SparseLatentImpl",
+    "attention.latent.metadata LatentMetadataBuilder", "attention.sparse.metadata SparseLatentBuilder",
 )  # fmt: skip
 SITE = Path(vllm.__file__).parents[1]
 KNOWN = {wanted.name for wanted in private.PRIVATE}

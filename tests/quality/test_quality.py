@@ -14,7 +14,7 @@ import torch
 import transformers
 from fake_codecs import NoiseCodec, register_format, register_null_format
 from harness import engine, mean_kl, model_of, teacher_forced_logits
-from packed_kv.attention import impl
+from packed_kv.attention import cpu, impl
 from packed_kv.attention.store import reference_pair_store
 from packed_kv.formats import FORMATS, Format
 from packed_kv_quality import run as commands
@@ -94,8 +94,8 @@ def test_a_codec_of_noise_fails(
     """Under the name of the dtype with the loosest bound, and with nothing beside it."""
     monkeypatch.setattr(impl, "PagedCodec", NoiseCodec)
     # Kernels in C++ do not ask the codec.
-    in_pytorch = lambda _self, codec: (reference_pair_store(codec), None, None)  # noqa: E731
-    monkeypatch.setattr(impl.PackedAttentionImpl, "_cpu_kernels", in_pytorch)
+    in_pytorch = lambda _fmt, layer, _engine: (reference_pair_store(layer.codec), None, None)  # noqa: E731
+    monkeypatch.setattr(cpu, "find_kernels", in_pytorch)
     code, found = sweep("--dtypes", "turboquant25", "--baseline", baselines[arguments], *arguments)
     assert code == 1
     assert found["verdicts"]["turboquant25"]["text"].startswith("TOO FAR")

@@ -34,7 +34,14 @@ def find_kernel(
         heads: the layer's, in words.
         otherwise: what serves the layer if the CUDA kernel does not, in words.
     """
-    served = who_serves(Engine("cuda", torch.cuda.get_device_capability(device), option, False, *limits), layer)
+    asks = Engine(
+        "cuda",
+        torch.cuda.get_device_capability(device),
+        option,
+        longest_decode=limits.longest_decode,
+        requests=limits.max_requests,
+    )
+    served = who_serves(asks, layer)
     tokens = "1 query token" if limits.longest_decode == 1 else f"{limits.longest_decode} query tokens"
     most = "" if served.longest == ANY else f", at most {served.longest}"
     said = f"CUDA ({heads}, {tokens} per request{most})" if served.kernel == CUDA else f"{otherwise} ({served.reason})"

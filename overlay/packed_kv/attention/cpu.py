@@ -54,7 +54,7 @@ class CpuPairs(DecodeKernel[DecodeBatch, None]):
         BuildError: no compiler, or one that fails.
     """
 
-    language, kind, bound = "C++", "cpu", None
+    language, kind, bound = CPP, "cpu", None
 
     def __init__(
         self, codec: PagedCodec, query_heads: int, kv_heads: int, options: AttentionOptions, largest: Largest

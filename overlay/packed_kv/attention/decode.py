@@ -193,7 +193,7 @@ class Splits:
 class TritonPairs(DecodeKernel[TritonPairStep, None]):
     """The Triton kernel over the pages of one layer of pairs."""
 
-    language = "Triton"
+    language = TRITON
 
     def __init__(self, layer: PairLayout, rotation: QueryRotation) -> None:
         self.layer, self.longest = layer, longest_of(TRITON, layer.asked())
@@ -242,7 +242,7 @@ class TritonPairs(DecodeKernel[TritonPairStep, None]):
 class HopperPairs(DecodeKernel[HopperPairStep, None]):
     """The CUDA kernel over the pages of one layer of pairs."""
 
-    language = "CUDA"
+    language = CUDA
 
     def __init__(self, layer: PairLayout, rotation: QueryRotation) -> None:
         limits, group = layer.limits, layer.query_heads // layer.kv_heads

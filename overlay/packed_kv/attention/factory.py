@@ -34,19 +34,15 @@ def pair_kernels(
 ) -> PairKernels:
     """Return the kernels of a layer of pairs of this format. `flash_attention`: what prompts run on, on a GPU; None:
     PyTorch."""
-    on_cpu = engine.device.type == "cpu"
-    store, decode, prefill = (
-        pairs_on_cpu(fmt, layer, engine) if on_cpu else pairs_on_cuda(layer, engine, flash_attention)
-    )
+    if engine.device.type == "cpu":
+        from . import cpu
+
+        made: DeviceKernels = cpu.find_kernels(fmt, layer, engine)
+    else:
+        made = pairs_on_cuda(layer, engine, flash_attention)
+    store, decode, prefill = made
     heads, writes = layer.query_heads // layer.shard.ranks, PairStore(store, None if decode is None else decode.kind)
     return PairKernels(layer.codec, heads, layer.kv_heads, layer.options, writes, decode, prefill, layer.shard)
-
-
-def pairs_on_cpu(fmt: Format, layer: PairLayout, engine: EngineLimits) -> DeviceKernels:
-    """Return what stores, decodes and prefills on a CPU."""
-    from . import cpu
-
-    return cpu.find_kernels(fmt, layer, engine)
 
 
 def pairs_on_cuda(layer: PairLayout, engine: EngineLimits, flash_attention: FlashAttention | None) -> DeviceKernels:

@@ -145,6 +145,8 @@ class FlashPrefill(PrefillKernel["Batch"]):
             key, value = self._read(batch.cache, step.own_read)
         lse = self._attend_chunks(query, key, value, step, output)
         if over_prefixes is not None:
+            # Its result lies where padded chunks and gathered prefixes will: it is added before these are read.
+            assert not self.pads
             self._add(over_prefixes, batch.metadata.query_starts[first], output, lse)
         self._attend_prefixes(query, batch.cache, step, output, lse, ring)
         if (sinks := self.options.sinks) is not None:

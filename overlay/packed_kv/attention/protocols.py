@@ -123,8 +123,8 @@ class StoreKernel(LayerKernel, Protocol):
 
 class DecodeKernel(LayerKernel, Protocol[Step, Result]):
     """Attends to the decodes of a layer: of pairs `TritonPairs`, `HopperPairs`, `CpuPairs`; of latents `TritonLatents`,
-    `HopperLatents`, `CpuLatents`, `ReferenceLatents`; of picked latents `FlashDecodes`, `HopperSparse`,
-    `ReferenceDecodes`. On CUDA, a step of pairs is a `RotatingStep`."""
+    `HopperLatents`, `CpuLatents`, `ReferenceLatents`; of picked latents `FlashDecodes` and `HopperSparse`
+    (on a CPU `attend_in_pytorch` attends to all rows). On CUDA, a step of pairs is a `RotatingStep`."""
 
     language: str
     """The language of the kernel: "CUDA", "Triton", "C++" or "PyTorch"."""
@@ -197,7 +197,7 @@ class PrefillKind(NamedTuple):
 
 class PrefillKernel(LayerKernel, Protocol[Prefilled]):
     """Attends to the requests of a layer that are no decodes: in a `Batch` of pairs `FlashPrefill`, `CpuPrefill`; in a
-    `SparseBatch` `FlashPrompts`, `ReferencePrompts`."""
+    `SparseBatch` `FlashPrompts`."""
 
     def reserve(self, dtype: torch.dtype) -> None:
         """Size the workspace for any batch, where there is one. `dtype`: of queries."""

@@ -25,6 +25,7 @@ from ..codecs.pages import PagedCodec
 from ..codecs.ring import Ring
 from ..formats import Format
 from ..kernels.ahead import Ahead
+from ..kernels.served import CPP, PYTORCH
 from ..reference.attention import AttentionOptions
 from ..window.layer import SUFFIX, WindowLayer
 from ..window.metadata import WindowMetadata, slot_filler
@@ -32,7 +33,6 @@ from ..window.step import WindowStep
 from .requests import BLOCK, RING_BLOCK, RequestBatch, Shape, ring_blocks
 
 HEAD_DIMS = (64, 128)
-PYTORCH, CPP = "PyTorch", "C++"
 """The route of layers that no kernel serves."""
 
 
@@ -159,7 +159,7 @@ class LatentLayer:
 
     def compile_ahead(self) -> None:
         """Have all kernels of the layer compiled in other threads, and take the workspace."""
-        if self.kernel not in (PYTORCH, "C++"):
+        if self.kernel not in (PYTORCH, CPP):
             self.kernels.decode.reserve()
             warm_up_latents(self.kernels, BLOCK, self.shape.head_dim, self.window)
 

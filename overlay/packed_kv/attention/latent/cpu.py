@@ -39,7 +39,7 @@ SLOWER = "5 to 20 times"
 class CpuLatents(DecodeKernel[DecodeBatch, Attended]):
     """The C++ kernels over latents of one layer: see `ReferenceLatents`."""
 
-    language, kind, longest, bound = "C++", "cpu latents", ANY, None
+    language, kind, longest, bound = CPP, "cpu latents", ANY, None
 
     def __init__(
         self, codec: LatentCodec, heads: int, scale: float, constant: torch.Tensor | None, largest: Largest, *,

@@ -19,7 +19,7 @@ from ...kernels import power_of_2
 from ...kernels.cuda import latent_launch as cuda
 from ...kernels.cuda import latent_ring_launch as cuda_ring
 from ...kernels.cuda.latent_schedule import LatentScheduler
-from ...kernels.served import CUDA, Latents
+from ...kernels.served import CUDA, TRITON, Latents
 from ...kernels.triton.latent_decode import (
     DecodeLatentsLaunch,
     MergeLatentsLaunch,
@@ -124,7 +124,7 @@ class TritonLatentStep(NamedTuple):
 class TritonLatents(DecodeKernel[TritonLatentStep, Attended]):
     """The Triton kernels over latents of one layer."""
 
-    language = "Triton"
+    language = TRITON
 
     def __init__(self, layer: LatentLayout) -> None:
         self.layer, self.longest = layer, layer.limits.longest_decode
@@ -226,7 +226,7 @@ class HopperLatentStep(NamedTuple):
 class HopperLatents(DecodeKernel[HopperLatentStep, Attended]):
     """The CUDA kernels over latents of one layer. The launch for the ring merges the parts over pages, too."""
 
-    language = "CUDA"
+    language = CUDA
 
     def __init__(self, layer: LatentLayout) -> None:
         self.layer, self.longest = layer, layer.limits.longest_decode

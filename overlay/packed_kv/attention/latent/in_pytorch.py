@@ -9,6 +9,7 @@ import torch
 
 from ...codecs.latent import LatentCodec
 from ...codecs.ring import Ring
+from ...kernels.served import ANY, PYTORCH
 from ...reference.latent_attention import attend, read_recent, read_tokens
 from ..protocols import DecodeBatch, DecodeKernel
 
@@ -77,7 +78,7 @@ class ReferenceLatents(DecodeKernel[DecodeBatch, tuple[torch.Tensor, torch.Tenso
         is_shard: whether the pages hold a rank's part of the tokens.
     """
 
-    language, kind, longest, bound = "PyTorch", "reference", 1 << 30, None
+    language, kind, longest, bound = PYTORCH, "reference", ANY, None
 
     def __init__(
         self, codec: LatentCodec, scale: float, constant: torch.Tensor | None, *, is_shard: bool = False

@@ -16,6 +16,7 @@ from vllm.v1.worker.workspace import current_workspace_manager
 
 from ...codecs.latent_rows import LatentRowCodec
 from ...codecs.ring import Ring
+from ...kernels.served import ANY, TRITON
 from ...kernels.triton.latent_rows import GatherRowsLaunch
 from ...kernels.triton.launch import Launches
 from ...kernels.triton.sparse_picks import MergePicksLaunch, PickSinksLaunch, SplitPicksLaunch
@@ -159,7 +160,7 @@ def attend_rows(
 class FlashDecodes(DecodeKernel[SparseDecodes, None]):
     """Attends to decodes of one layer, from gathered rows."""
 
-    language, longest = "Triton", 1 << 30
+    language, longest = TRITON, ANY
 
     def __init__(self, layer: SparseLayout, rows: RowGather) -> None:
         self.layer, self.kind, self.rows, self.bound = layer, layer.kind, rows, rows.bound

@@ -14,7 +14,7 @@ from ...kernels.checks import check_int32
 from ...kernels.cuda import latent_launch as cuda
 from ...kernels.cuda import latent_pick_launch as cuda_picks
 from ...kernels.cuda.latent_schedule import LatentScheduler
-from ...kernels.served import CUDA, Latents
+from ...kernels.served import ANY, CUDA, Latents
 from ...kernels.triton.launch import Launches
 from ...kernels.triton.sparse_picks import CountPicksLaunch
 from ..choice import Limits, find_kernel
@@ -34,7 +34,7 @@ class HopperSparseStep(NamedTuple):
 class HopperSparse(DecodeKernel[HopperSparseStep, None]):
     """The CUDA kernel over picked rows of a layer of this layout. `most_tokens`: query tokens of a batch's decodes."""
 
-    language, longest = "CUDA", 1 << 30
+    language, longest = CUDA, ANY
 
     def __init__(self, layer: SparseLayout, most_tokens: int) -> None:
         self.layer, self.kind, device = layer, layer.kind, layer.codec.device

@@ -156,9 +156,10 @@ class CudaPrefix(CudaKernel[None]):
         if functions is None:
             return
         launch, kernel, threads, shared_bytes = functions[0]
-        self.arguments[: self.layer_at] = CALL_ARGUMENTS.pack(output.data_ptr()) + step
         stream = torch.cuda.current_stream(self.device).cuda_stream
-        launch(kernel, (1, self.kv_heads, items), threads, shared_bytes, stream, self.address)
+        with self.lock:
+            self.arguments[: self.layer_at] = CALL_ARGUMENTS.pack(output.data_ptr()) + step
+            launch(kernel, (1, self.kv_heads, items), threads, shared_bytes, stream, self.address)
 
     def compile_variants(self) -> None:
         """Compile and load the kernel, so that no step waits for it. In a block of `Ahead`, note it."""

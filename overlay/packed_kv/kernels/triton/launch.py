@@ -42,6 +42,13 @@ class Arguments:
     def __init__(self, *values: Value) -> None:
         self.values = values
         self.raw: tuple[Any, ...] = tuple(map(_raw, values))
+        self._aligned: dict[tuple[int, ...], bool] = {}
+
+    def are_aligned(self, places: tuple[int, ...]) -> bool:
+        """Return whether the addresses at these places are multiples of 16. Layers of a step ask for the same."""
+        if (found := self._aligned.get(places)) is None:
+            found = self._aligned[places] = not any(x % 16 for x in _leaves(tuple(self.raw[i] for i in places)))
+        return found
 
 
 def _raw(value: Value) -> Any:
@@ -142,8 +149,7 @@ class Launch:
             unaligned |= addresses[i]
         if arguments is not self.checked:  # the layers of a step share it
             self.checked = arguments
-            of_step = tuple(arguments.raw[i] for i in self.aligned_of_step)
-            self.checked_is_aligned = not any(x % 16 for x in _leaves(of_step))
+            self.checked_is_aligned = arguments.are_aligned(self.aligned_of_step)
         if unaligned & 15 or not self.checked_is_aligned:
             if not self.has_met_odd_address:
                 self.has_met_odd_address = True
@@ -210,7 +216,7 @@ class Launch:
         if any(x % 16 for x in _leaves(tuple(addresses[i] for i in aligned))):
             return  # compiled for less than later calls will bring: the next one compiles again
         self.aligned = [i for i in aligned if i < len(tensors)]
-        self.aligned_of_step = [i - len(tensors) for i in aligned if i >= len(tensors)]
+        self.aligned_of_step = tuple(i - len(tensors) for i in aligned if i >= len(tensors))
         self.checked, self.checked_is_aligned = arguments, True
         constants = [self.constants[parameter.name] for parameter in self.kernel.params if parameter.is_constexpr]
         self.last = (*self.fixed.raw, *constants)
