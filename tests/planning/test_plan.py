@@ -14,12 +14,14 @@ from functools import partial
 from pathlib import Path
 from statistics import mean
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
 from checkout import DEMO_MODEL, REPO
 from coverage_models import MODELS
 from huggingface_hub import errors
+from packed_kv import private_file
 from packed_kv.commands.plan import main
 from packed_kv.formats import FORMATS
 from packed_kv.model.config_fields import BadInput
@@ -584,9 +586,9 @@ def test_a_file_that_is_not_ours_to_write(
 ) -> None:
     """Whoever runs the tests may write everything."""
     pytest.importorskip("matplotlib")
-    monkeypatch.setattr(os, "access", lambda path, mode: path != tmp_path)
+    monkeypatch.setattr(private_file, "_make_file", Mock(side_effect=PermissionError(13, "Permission denied")))
     assert main([shape_8b, "--gpu", "H200", "--plot", str(tmp_path / "plan.png")]) == 2
-    assert "plan.png cannot be written" in capsys.readouterr().err
+    assert f"{tmp_path} cannot be written to (Permission denied)" in capsys.readouterr().err
 
 
 BAD_CONFIGS = {
