@@ -213,7 +213,7 @@ def test_a_folder_that_cannot_be_written(cache: Path, tmp_path: Path, monkeypatc
 def test_a_folder_that_is_not_there(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "gone"))
     line = error_of(lambda: answer(3))
-    assert f"{tmp_path}/gone/packed_kv-" in line and "as TMPDIR" in line
+    assert f"{tmp_path}/gone/packed_kv-" in line and f"as TMPDIR (now {tmp_path}/gone)" in line
 
 
 def test_a_compiler_whose_folder_is_full(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

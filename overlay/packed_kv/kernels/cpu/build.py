@@ -153,7 +153,7 @@ def _remedy(said: str) -> str:
         folder = tempfile.gettempdir()
     except FileNotFoundError:
         folder = "none"
-    return f"name a folder of yours that has room, and whose programs may run, as TMPDIR (now {folder})"
+    return f"name a folder of your own that has room, and whose programs may run, as TMPDIR (now {folder})"
 
 
 def _otherwise() -> Path | None:
