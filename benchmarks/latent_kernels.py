@@ -101,7 +101,7 @@ def recent_rounds(
 def packed_round(batch: Batch, codec: LatentCodec, source: torch.Tensor, window: int) -> Callable[[], None]:
     """Attention of all layers over packed pages, and with a window over the ring, too, by the CUDA kernels."""
     sm_count, requests = torch.cuda.get_device_properties(0).multi_processor_count, len(batch.lengths)
-    shape = cuda.shape_of(batch.heads * batch.queries, sm_count)
+    shape = cuda.latent_grid(batch.heads * batch.queries, sm_count)
     output = torch.empty(*batch.query.shape[:2], RANK, dtype=torch.bfloat16, device="cuda")
     of_ring = recent_lens(batch, window) if window else None
     lens = of_ring[1] if of_ring else batch.seq_lens

@@ -74,7 +74,7 @@ class Case:
     def round_of(self, launches: tuple[str, ...], *, has_window: bool = True) -> Callable[..., None]:
         """Return a function that launches `launches` of all layers. Called with True, it waits after each layer's
         attention over pages, and after each layer."""
-        shape, lens = cuda.shape_of(self.heads, self.sm_count), self.page_lens if has_window else self.seq_lens
+        shape, lens = cuda.latent_grid(self.heads, self.sm_count), self.page_lens if has_window else self.seq_lens
         schedule = LatentScheduler(self.requests, self.sm_count, torch.device("cuda"))(lens, shape.partitions)
         rows = shape.partial_rows(self.requests)
         parts = cuda.Parts(shape, schedule, *(torch.empty(rows, size, device="cuda") for size in (RANK, 2)))

@@ -124,14 +124,15 @@ class Layers:
         shape = decode_module.DecodeShape(KV_HEADS, group, HEAD_DIM)
         grid = grids.Grid(1, splits or shape.splits(requests, self.query_tokens, sm_count, generation), is_final=False)
         if kernel == "cuda" and splits is None:
-            card, columns = grids.card_of(self.page, KV_HEADS, sm_count), grids.column_count(group, self.query_tokens)
+            inputs = grids.grid_inputs(self.page, KV_HEADS, sm_count)
+            columns = grids.column_count(group, self.query_tokens)
             passes = grids.pass_count(group, self.query_tokens)
-            grid = grids.grid(requests * passes, card, columns)
+            grid = grids.grid(requests * passes, inputs, columns)
         rotated = torch.empty(tokens, KV_HEADS, group, HEAD_DIM, dtype=torch.float16, device="cuda")
         parts, schedule = (tokens, group * KV_HEADS, grid.blocks), None
         if grid.is_final:
-            schedulers = grids.make_schedulers(requests, card, {columns: passes}, torch.device("cuda"))
-            schedule = schedulers[grids.kind_of(requests * passes, card, columns)](self.seq_lens, passes)
+            schedulers = grids.make_schedulers(requests, inputs, {columns: passes}, torch.device("cuda"))
+            schedule = schedulers[grids.block_kind(requests * passes, inputs, columns)](self.seq_lens, passes)
             parts = (grid.blocks, KV_HEADS, columns)
         partial, stats = (torch.empty(*parts, size, device="cuda") for size in (HEAD_DIM, 2))
         outputs = [output.view(rotated.shape) for output in self.outputs]
@@ -199,9 +200,9 @@ def time_schedulers() -> None:
     sm_count = torch.cuda.get_device_properties(0).multi_processor_count
     for max_num_seqs in (128, 256, 1024):
         for requests in (n for n in (4, 32, 128, 256, 1024) if n <= max_num_seqs):
-            card, columns = grids.Card(KV_HEADS, HEAD_DIM, sm_count), 4
-            schedulers = grids.make_schedulers(max_num_seqs, card, {columns: 1}, torch.device("cuda"))
-            scheduler = schedulers[grids.kind_of(requests, card, columns)]
+            inputs, columns = grids.GridInputs(KV_HEADS, HEAD_DIM, sm_count), 4
+            schedulers = grids.make_schedulers(max_num_seqs, inputs, {columns: 1}, torch.device("cuda"))
+            scheduler = schedulers[grids.block_kind(requests, inputs, columns)]
             seq_lens = torch.randint(1, 20000, (requests,), dtype=torch.int32, device="cuda")
             times = interleaved({"schedule": lambda scheduler=scheduler, lengths=seq_lens: scheduler(lengths)})
             case = f"schedule of {requests} requests, max_num_seqs {max_num_seqs}"

@@ -84,13 +84,13 @@ class Case:
 
     def in_passes(self, thirds: int) -> dict[str, Round]:
         """Return the rounds of `passes`. `thirds`: of a block's load, see `Scheduler`."""
-        card = grids.card_of(self.page, KV_HEADS, torch.cuda.get_device_properties(0).multi_processor_count)
+        inputs = grids.grid_inputs(self.page, KV_HEADS, torch.cuda.get_device_properties(0).multi_processor_count)
         passes = plan_passes(
             self.starts.tolist(), [self.prefix + self.tokens] * self.requests, 0,
             PassLimits(self.passes, self.requests * self.passes, pass_tokens(self.group), len(self.query)),
         )  # fmt: skip
         table, head_dim = torch.tensor(passes, dtype=torch.int32, device="cuda"), self.query.shape[2]
-        schedules = PrefixSchedules(len(passes), card, table.device, thirds)
+        schedules = PrefixSchedules(len(passes), inputs, table.device, thirds)
         schedule = schedules(table)
         rotated = torch.empty(len(self.query), KV_HEADS, self.group, head_dim, dtype=torch.float16, device="cuda")
         partial, stats = (torch.empty(len(schedule), KV_HEADS, COLUMNS, n, device="cuda") for n in (head_dim, 2))

@@ -78,7 +78,7 @@ def rows_round(
 ) -> Callable[..., None]:
     """Attention of all layers by the kernel over packed rows; `output` [tokens, heads, 512] has the last one's."""
     sm_count = torch.cuda.get_device_properties(0).multi_processor_count
-    shape = cuda.shape_of(batch.heads, sm_count)
+    shape = cuda.latent_grid(batch.heads, sm_count)
     schedule = LatentScheduler(len(batch.counts), sm_count, output.device)(batch.counts, shape.partitions)
     room = (torch.empty(shape.partial_rows(), size, device="cuda") for size in (RANK, 2))
     parts = cuda.Parts(shape, schedule, *room)
@@ -175,7 +175,7 @@ def attempt(name: str, make: Callable[[], Callable[[], None]]) -> float | None:
 def time_schedules(heads: int, picks: int) -> None:
     """Print the time of a launch that makes a step's schedule."""
     sm_count = torch.cuda.get_device_properties(0).multi_processor_count
-    partitions = cuda.shape_of(heads, sm_count).partitions
+    partitions = cuda.latent_grid(heads, sm_count).partitions
     for tokens in SCHEDULED:
         counts = torch.full((tokens,), picks, dtype=torch.int32, device="cuda")
         rounds: dict[str, Callable[[], None]] = {}

@@ -25,8 +25,8 @@ EXCEPTIONS = {
         "calibration/tq_calibrate/statistics.py LayerStatistics",
     ),
     "constants that a kernel is compiled with": (
-        "overlay/packed_kv/kernels/cuda/launch.py Variant",
-        "overlay/packed_kv/kernels/kernel_layout.py KernelLayout",
+        "overlay/packed_kv/kernels/cuda/launch.py PairVariant",
+        "overlay/packed_kv/kernels/kernel_layout.py PackedVector",
     ),
     "Triton kernels whose arguments are no records yet": (
         "overlay/packed_kv/kernels/cuda/schedule.py _schedule_kernel",

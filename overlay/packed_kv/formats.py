@@ -12,7 +12,7 @@ then cut into groups of `GROUP_SIZE` channels. A group is `bits` bits a channel 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import groupby, pairwise
 from typing import NamedTuple
 
 FORMAT_VERSION = 3
@@ -165,8 +165,8 @@ def stored_dim(head_dim: int) -> int:
 
 
 def runs(group_bits: tuple[int, ...]) -> list[tuple[int, int]]:
-    """(bits, number of groups) of each run of equal bits; a format has at most two runs, of different bits."""
-    return [(bits, group_bits.count(bits)) for bits in dict.fromkeys(group_bits)]
+    """(bits, number of groups) of each run of groups of equal bits, in order."""
+    return [(bits, len(list(groups))) for bits, groups in groupby(group_bits)]
 
 
 @dataclass(frozen=True)

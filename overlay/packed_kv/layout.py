@@ -154,10 +154,10 @@ class Plane(NamedTuple):
 
 @dataclass(frozen=True)
 class PageLayout:
-    """The planes of a micro-block. A pair of K and V has two vectors, each packed as `vector` says; `rope`: the same of
-    RoPE channels beside a latent vector, None: there are none."""
+    """The planes of a micro-block. `vectors`: how K and V of a pair are packed, or a latent; `rope`: the same of RoPE
+    channels beside a latent vector, None: there are none."""
 
-    vector: VectorLayout
+    vectors: tuple[VectorLayout, ...]
     planes: tuple[Plane, ...]
     rope: VectorLayout | None = None
 
@@ -185,16 +185,23 @@ def page_layout(fmt: Format, head_dim: int, orders: tuple[str, ...] = PAIR) -> P
 
     Raises ValueError if head_dim is not a multiple of 16.
     """
-    vector = VectorLayout(fmt.group_bits(head_dim))
-    words = ("words", 32, vector.code_words + vector.sign_words), ("half words", 16, vector.half_words)
-    scales = ("scales", 8, len(vector.group_bits))
+    return pages_of((VectorLayout(fmt.group_bits(head_dim)),) * len(orders), orders)
+
+
+def pages_of(vectors: tuple[VectorLayout, ...], orders: tuple[str, ...] = PAIR) -> PageLayout:
+    """Layout of pages that have these vectors of a token, each of an order, "key" or "value"."""
     planes: list[Plane] = []
-    for part in (words, (scales,)):
-        for i, order in enumerate(orders):
-            for content, width, count in part:
+    for contents in (("words", "half words"), ("scales",)):
+        for i, (vector, order) in enumerate(zip(vectors, orders, strict=True)):
+            sizes = {
+                "words": (32, vector.code_words + vector.sign_words),
+                "half words": (16, vector.half_words),
+                "scales": (8, len(vector.group_bits)),
+            }
+            for content in contents:
                 end = planes[-1].offset + planes[-1].bytes if planes else 0
-                planes.append(Plane(content, i, order, width, count, end))
-    return PageLayout(vector, tuple(planes))
+                planes.append(Plane(content, i, order, *sizes[content], end))
+    return PageLayout(vectors, tuple(planes))
 
 
 def latent_layout(fmt: Format, rank: int, rope_dim: int, rope_bits: int = ROPE_BITS[0]) -> PageLayout:
@@ -213,7 +220,7 @@ def latent_layout(fmt: Format, rank: int, rope_dim: int, rope_bits: int = ROPE_B
     if rope_bits == BYTE_CODE.bits:
         end = planes[-1].offset + planes[-1].bytes
         planes.append(Plane(ROPE_SCALES, 0, "key", 8, len(rope.group_bits), end))
-    return PageLayout(page.vector, tuple(planes), rope)
+    return PageLayout(page.vectors, tuple(planes), rope)
 
 
 ROW_ALIGNMENT = 16
@@ -248,7 +255,7 @@ def row_layout(fmt: Format, rank: int, rope_dim: int, rope_bits: int = ROPE_BITS
     page = latent_layout(fmt, rank, rope_dim, rope_bits)
     assert page.rope is not None
     halves = []
-    for what, group_bits in (("latents", page.vector.group_bits), ("RoPE", page.rope.group_bits)):
+    for what, group_bits in (("latents", page.vectors[0].group_bits), ("RoPE", page.rope.group_bits)):
         half = VectorLayout(group_bits[::2])
         if half.group_bits != group_bits[1::2] or half.half_words:
             raise ValueError(f"rows need whole words: groups of {what} in pairs, of 3 bits in fours, got {group_bits}")
@@ -261,7 +268,7 @@ def row_layout(fmt: Format, rank: int, rope_dim: int, rope_bits: int = ROPE_BITS
         }[plane.content]  # fmt: skip
         end = planes[-1].offset + planes[-1].bytes if planes else 0
         planes.append(plane._replace(elements=elements, offset=end))
-    return RowLayout(PageLayout(vector, tuple(planes), rope))
+    return RowLayout(PageLayout((vector,), tuple(planes), rope))
 
 
 def latent_slot_bytes(fmt: Format, rank: int, rope_dim: int, rope_bits: int = ROPE_BITS[0], *, rows: bool) -> int:

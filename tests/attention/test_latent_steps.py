@@ -15,14 +15,14 @@ from packed_kv.attention.protocols import NewTokens
 from packed_kv.attention.sparse.impl import SparseLatentImpl
 from packed_kv.attention.sparse.metadata import SparseLatentMetadata
 from packed_kv.attention.step import StepCache
-from packed_kv.attention.store import DirectStore, LatentStore
+from packed_kv.attention.store import FunctionStore, LatentStore
 from packed_kv.window.metadata import WindowMetadata
 from packed_kv.window.step import WindowStep
 
 CACHE, TOKENS = torch.zeros(2, 16, 40, dtype=torch.uint8), 5
 
 
-class Counting(DirectStore):
+class Counting(FunctionStore):
     """Writes nothing, and counts the steps that it prepares."""
 
     def __init__(self) -> None:
@@ -96,7 +96,7 @@ def test_a_step_that_fails_between_store_and_attention_leaves_no_latents(in_step
         attended.append(rest[-1])
         return queries[0]
 
-    kernels = SimpleNamespace(store=LatentStore(DirectStore(lambda *_arguments: None), "kind"), attend=attend)
+    kernels = SimpleNamespace(store=LatentStore(FunctionStore(lambda *_arguments: None), "kind"), attend=attend)
     impl = layer(SparseLatentImpl, "a", kernels)
     impl.kv_lora_rank, impl.qk_rope_head_dim = 32, 8
     impl.topk_indices_buffer = torch.zeros(TOKENS, 4, dtype=torch.int32)

@@ -6,7 +6,6 @@ Engines in fp32 store by the same kernel and attend in PyTorch: the other files 
 from __future__ import annotations
 
 import importlib.util
-import logging
 
 import pytest
 from harness import count_preemptions, engine, mean_kl, scheduler, teacher_forced_logits
@@ -17,6 +16,7 @@ from packed_kv_quality.engines import attention_layers
 from test_models import MODELS, TOKEN_IDS, folder_of, tiny_engine  # noqa: F401  (fixtures)
 from tiny_models import true_logits
 from vllm import LLM, SamplingParams
+from vllm.logger import init_logger
 from vllm.platforms import current_platform
 
 pytestmark = pytest.mark.skipif(not current_platform.is_cpu(), reason="of vLLM's CPU platform")
@@ -98,9 +98,10 @@ def test_without_a_compiler(
     monkeypatch.delenv("CXX", raising=False)
     monkeypatch.setattr(compiler, "NAMES", ("no-such-compiler",))
     compiler._find.cache_clear()
-    build.load_library.cache_clear()
+    build._load.cache_clear()
     request.addfinalizer(compiler._find.cache_clear)
-    caplog.set_level(logging.WARNING, "vllm.packed_kv")
+    request.addfinalizer(build._load.cache_clear)
+    monkeypatch.setattr(cpu, "logger", init_logger("vllm_of_test.packed_kv"))  # vLLM's does not propagate
     with engine(demo_model, "isoquant3", dtype="bfloat16") as llm:
         assert not any(decode_kernels(llm))
         assert tokens(llm, {"prompt_token_ids": list(range(20, 60))})

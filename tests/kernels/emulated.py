@@ -88,7 +88,7 @@ def run_latent(constants: dict[str, str], call: bytes, step: latent_launch.Step,
         step: of `make_step`.
         heads: query heads.
     """
-    blocks = (step.shape.row_blocks, step.shape.partitions, heads * step.max_query_len, step.requests)
+    blocks = (step.grid.row_blocks, step.grid.partitions, heads * step.max_query_len, step.requests)
     build(LATENT, "latent.cpp", tuple(constants.items())).launch(call + step.arguments + layer, *blocks)
 
 

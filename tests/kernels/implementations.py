@@ -68,7 +68,7 @@ def attend_pages(
     else:
         import emulated
 
-        variant = launch.Variant(
+        variant = launch.PairVariant(
             shape.warps, shape.is_final, columns, cache.shape[2],
             ring.cache.shape[2] if ring else 0, ring.window if ring else 0, bias is not None, output.dtype,
             lse is not None and shape.is_final, tiles, passes,

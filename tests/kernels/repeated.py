@@ -14,7 +14,7 @@ MOST_BYTES = 1 << 26
 
 def repeat_launches(launch: Callable[..., None]) -> Callable[..., None]:
     """Return a `Launch.__call__` that launches `REPEATS` times from the same memory, and asserts the same bits."""
-    from packed_kv.kernels.ahead import current
+    from packed_kv.kernels.precompile import current
 
     def repeated(self: Any, grid: tuple[int, int, int], tensors: tuple[torch.Tensor, ...], step: Any) -> None:
         values = (*tensors, *step.values, *self.fixed.values)

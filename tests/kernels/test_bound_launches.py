@@ -66,14 +66,14 @@ def test_latents_are_launched_for_the_dtypes_they_were_compiled_for_and_the_ring
     run = lambda *_, is_early=False: launched.append(is_early)  # noqa: E731
     if is_ring:
         attend: Any = object.__new__(latent_ring_launch.CudaLatentRing)
-        attend.widest = latent_ring_launch.Variant(HEADS, 1, 16, torch.bfloat16, torch.bfloat16, False)
+        attend.widest = latent_ring_launch.LatentRingVariant(HEADS, 1, 16, torch.bfloat16, torch.bfloat16, False)
         step: Any = latent_ring_launch.Step(bytes(latent_ring_launch.STEP_ARGUMENTS.size), (1, 1, 1))
         attend.functions = {1: (Function(run, None, 256, 0),)}
         attend.layer_at = latent_launch.CALL_ARGUMENTS.size + latent_ring_launch.STEP_ARGUMENTS.size
     else:
         attend = object.__new__(latent_launch.CudaLatentDecode)
         attend.heads, attend.query, attend.output = HEADS, torch.bfloat16, torch.bfloat16
-        shape = latent_launch.Shape(16, 1, 1)
+        shape = latent_launch.LatentGrid(16, 1, 1)
         step = latent_launch.Step(bytes(latent_launch.STEP_ARGUMENTS.size), shape, 1, 1, 1)
         attend.functions = {16: (Function(run, None, 384, 0), Function(run, None, 512, 0))}
         attend.layer_at = latent_launch.CALL_ARGUMENTS.size + latent_launch.STEP_ARGUMENTS.size
@@ -99,7 +99,7 @@ def test_tables_and_lengths_of_a_step_are_int32_side_by_side(of_latents: bool, w
     def make() -> object:
         if not of_latents:
             return launch.step_arguments(floats[:64].half().view(1, 1, 2, 32), *given, floats, floats, None, None)
-        shape = latent_launch.Shape(16, 1, 2)
+        shape = latent_launch.LatentGrid(16, 1, 2)
         begins, spans = (torch.zeros(3, 2, dtype=torch.int32) for _ in range(2))
         parts = latent_launch.Parts(shape, (begins, spans), floats.view(-1, 512), floats)
         return latent_launch.make_step(HEADS, 1, 1.0, *given, parts)
@@ -151,7 +151,7 @@ def test_threads_do_not_launch_with_each_others_arguments(of: str, monkeypatch: 
         torn.append(bytes(attend.arguments) != before)
 
     attend: Any
-    numbers, shape = (1, 2), latent_launch.Shape(16, 1, 1)
+    numbers, shape = (1, 2), latent_launch.LatentGrid(16, 1, 1)
     steps: list[Any]
     if of == "pairs":
         attend, module, key, kernels = object.__new__(launch.CudaDecode), launch, (1, True, 1), 1
@@ -170,7 +170,7 @@ def test_threads_do_not_launch_with_each_others_arguments(of: str, monkeypatch: 
     else:
         attend, module, key, kernels = object.__new__(latent_ring_launch.CudaLatentRing), latent_ring_launch, 1, 1
         steps = [latent_ring_launch.Step(bytes([n]) * module.STEP_ARGUMENTS.size, (1, 1, 1)) for n in numbers]
-        attend.widest = latent_ring_launch.Variant(HEADS, 1, 16, torch.bfloat16, torch.bfloat16, False)
+        attend.widest = latent_ring_launch.LatentRingVariant(HEADS, 1, 16, torch.bfloat16, torch.bfloat16, False)
     if of not in ("pairs", "prefixes"):
         output, query, rope_query = vectors()
         calls = [partial(attend, step, query, rope_query, output) for step in steps]
@@ -249,7 +249,7 @@ def of_store(monkeypatch: pytest.MonkeyPatch) -> tuple[Binder, Callable[..., Non
 def of_decode(monkeypatch: pytest.MonkeyPatch) -> tuple[Binder, Callable[..., None], dict[str, torch.Tensor]]:
     layer: Any = object.__new__(decode.HopperPairs)
     binder = Binder()
-    layer.bound, layer.splits = Launches(), object.__new__(decode.Splits)
+    layer.bound, layer.splits = Launches(), object.__new__(decode.PairWorkspace)
     layer.splits.layer = SimpleNamespace(options=SimpleNamespace(sinks=None))
     layer._bind = binder
     step: Any = decode.HopperPairStep(None, None, grids.Grid(1, 1, True), 1, 1, b"", ())

@@ -44,7 +44,7 @@ OTHER_LOADS = {
     "load_pairs": "queries of 32 columns",
     "move_maxima": "the largest scores and maxima of warps",
     "share_weights": "maxima of warps",
-    "go_on": "maxima of warps",
+    "rebase_maxima": "maxima of warps",
     "add_group": "weights",
     "attend": "maxima of warps, behind the last tile",
     "store_team": "totals, which replace stages behind the last tile",
@@ -87,7 +87,7 @@ def latents() -> Iterator[Variant]:
     rest = itertools.cycle([(BF16, BF16, True, False), (torch.float16, None, False, True), (BF16, None, False, False)])
     for name, rows, rope_bits in itertools.product(LAYOUTS, (16, 24, 32), (16, 8)):
         query, output, has_constant, has_lse = next(rest)
-        variant = latent_launch.Variant(rows, rows, 64, query, output, has_constant, has_lse)
+        variant = latent_launch.LatentVariant(rows, rows, 64, query, output, has_constant, has_lse)
         for kind, layout in (("", latent_layout), ("-picks", row_layout)):
             constants = latent_launch.constants(layout(FORMATS[name], 512, 64, rope_bits), variant)
             yield Variant(f"{name}-{rows}-{rope_bits}{kind}", LATENT, constants, "latent_decode", "latent_narrow.cuh")
@@ -103,14 +103,14 @@ def pairs() -> Iterator[Variant]:
         itertools.product(LAYOUTS, HEAD_DIMS, grids.COLUMN_COUNTS, (0, 8))
     ):
         page = page_layout(FORMATS[name], head_dim)
-        card = grids.card_of(page, 8, 132)
+        inputs = grids.grid_inputs(page, 8, 132)
         seen = set()
         for rest in everything if every else [everything[number * 7 % len(everything)]]:
             (is_few, is_final), (has_bias, tiles), (dtype, has_lse), passes = rest
-            warps = grids.kinds(card, columns)[0 if is_few else 1].warps
+            warps = grids.block_kinds(inputs, columns)[0 if is_few else 1].warps
             if not is_final and columns <= grids.NARROW:
                 warps = 1
-            variant = launch.Variant(
+            variant = launch.PairVariant(
                 warps, is_final, columns, 16, ring, 64, has_bias, dtype, has_lse and is_final, tiles,
                 passes if columns == COLUMNS else 1,
             )  # fmt: skip

@@ -46,7 +46,7 @@ class Emulated(latent_launch.CudaLatentDecode):
 
         assert self.dtypes == (query.dtype, None if output is None else output.dtype)
         flags = self.has_constant, self.has_lse
-        variant = latent_launch.Variant(self.heads, step.shape.rows, self.block_size, *self.dtypes, *flags)
+        variant = latent_launch.LatentVariant(self.heads, step.grid.rows, self.block_size, *self.dtypes, *flags)
         call = latent_launch.call_arguments(output, query, rope_query)
         emulated.run_latent(latent_launch.constants(self.layout, variant), call, step, self.layer, self.heads)
 

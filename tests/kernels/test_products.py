@@ -25,7 +25,7 @@ KERNEL, SPILLED_BYTES = "latent_decode", 8
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_products_do_not_wait(name: str, rope_bits: int, kind, tmp_path: Path) -> None:
     for rows in (64, 32):
-        variant = latent_launch.Variant(rows, rows, 64, BF16, BF16, True, False)
+        variant = latent_launch.LatentVariant(rows, rows, 64, BF16, BF16, True, False)
         constants = latent_launch.constants(kind(FORMATS[name], 512, 64, rope_bits), variant)
         file = tmp_path / "kernel.cubin"
         file.write_bytes(nvrtc.compiled_kernel(constants, latent_launch.LATENT_PROGRAM))

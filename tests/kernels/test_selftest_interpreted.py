@@ -11,7 +11,7 @@ from packed_kv.attention import decode as fused
 from packed_kv.attention import factory, prefill
 from packed_kv.attention.latent import decode as latent_decode
 from packed_kv.formats import FORMATS
-from packed_kv.kernels.ahead import Ahead
+from packed_kv.kernels.precompile import Precompiler
 from packed_kv.kernels.triton import launch as triton_launch
 from packed_kv.selftest import checks, latents, launches, timing
 from packed_kv.selftest.requests import Shape
@@ -52,7 +52,7 @@ def _machine(monkeypatch: pytest.MonkeyPatch) -> None:
 def noted(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Variants that would be compiled ahead."""
     found: list[Any] = []
-    monkeypatch.setattr(Ahead, "_compile", lambda block: found.extend(block.jobs))
+    monkeypatch.setattr(Precompiler, "_compile", lambda block: found.extend(block.jobs))
     return found
 
 

@@ -20,8 +20,8 @@ from packed_kv.attention.sparse.metadata import SparseLatentMetadata
 from packed_kv.attention.step import StepCache
 from packed_kv.attention.warmup import warm_up_sparse
 from packed_kv.codecs.latent_rows import LatentRowCodec
-from packed_kv.kernels.ahead import Ahead, current
 from packed_kv.kernels.cuda import latent_launch, latent_pick_launch
+from packed_kv.kernels.precompile import Precompiler, current
 from packed_kv.kernels.triton.launch import Launch
 from packed_kv.kernels.triton.sparse_picks import CountPicksLaunch
 from packed_kv.reference.sparse_latents import attend_picks, count_picks
@@ -76,8 +76,8 @@ class EmulatedPicks(latent_pick_launch.CudaPickDecode):
     def __call__(self, step, query, rope_query, output, picks) -> None:
         import emulated
 
-        has_constant, shape = self.constant is not None, step.step.shape
-        variant = latent_launch.Variant(
+        has_constant, shape = self.constant is not None, step.step.grid
+        variant = latent_launch.LatentVariant(
             self.heads, shape.rows, self.block_size, *self.dtypes, has_constant, self.has_lse
         )
         call = latent_launch.call_arguments(output, query, rope_query)
@@ -165,7 +165,7 @@ def test_the_warm_up_notes_what_steps_launch(
     codec = codec_of("tq4")
     kernels = kernels_of(codec, 16, reads_rows=reads_rows, sinks=sinks_of(16) if has_sinks else None)
     noted: set[Any] = set()
-    monkeypatch.setattr(Ahead, "note", lambda _ahead, variant, _compile: noted.add(variant))
+    monkeypatch.setattr(Precompiler, "note", lambda _ahead, variant, _compile: noted.add(variant))
     warm_up_sparse(kernels, BLOCK_SIZE)
     count = (8 if reads_rows else 6) + has_sinks
     assert len(noted) == count, "store, picks (or counts, schedule, CUDA), prefixes, split, merges, sinks"

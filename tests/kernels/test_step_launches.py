@@ -23,8 +23,8 @@ from packed_kv.reference.attention import AttentionOptions
 from packed_kv.reference.context_shard import UNSHARDED
 from packed_kv.window.metadata import WindowMetadata
 from packed_kv.window.step import WindowStep
-from test_ahead import window_layer
 from test_latent import codec_of
+from test_precompile import window_layer
 from test_shares import BLOCK, DEVICE, HEAD_DIM, HEADS, Workspace, _machine, batch, layer
 
 __all__ = ["_machine"]  # a fixture

@@ -10,7 +10,7 @@ import pytest
 from checkout import DEMO_MODEL
 from packed_kv.commands.plan import main
 from packed_kv.engine import registration
-from packed_kv.model.cache_scheme import asked_cache, said_of_cache
+from packed_kv.model.cache_scheme import asked_cache, describe_cache_scheme
 from packed_kv.model.shape import parse
 from packed_kv.planning.weights import weights
 from packed_kv.settings.facts import auto_cache
@@ -159,7 +159,7 @@ def _handler() -> registration.PackedDTypeHandler:
 )
 def test_what_cannot_be_read_does_not_end_a_start(quantization: dict, reason: str) -> None:
     quantization = {"quant_method": "modelopt", **quantization}
-    (line,) = said_of_cache(quantization).splitlines()
+    (line,) = describe_cache_scheme(quantization).splitlines()
     assert line.startswith("what the checkpoint asks of the KV cache is not understood (") and reason in line
     model = SimpleNamespace(quantization_config=quantization)
     auto = auto_cache(SimpleNamespace(model_config=SimpleNamespace(hf_config=model)))

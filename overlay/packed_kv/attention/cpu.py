@@ -15,20 +15,20 @@ import torch
 from vllm.logger import init_logger
 
 from ..formats import Format
-from ..kernels.ahead import Ahead, wait_for
 from ..kernels.cpu import decode, gather, store
 from ..kernels.cpu.build import load_library
 from ..kernels.cpu.compiler import BuildError
 from ..kernels.cpu.constants import constants_header
 from ..kernels.cpu.jobs import Largest
 from ..kernels.kernel_layout import kernel_layout
+from ..kernels.precompile import Precompiler, wait_for
 from ..kernels.served import CPP, Engine, Pairs, cpp_lacks, longest_of, who_serves
 from ..layout import page_layout
 from ..reference.attention import AttentionOptions
 from .cpu_prefill import CpuPrefill
 from .cpu_prefill import refusal as prefill_refusal
 from .protocols import DecodeBatch, DecodeKernel, StoreKernel
-from .store import DirectStore, reference_pair_store
+from .store import FunctionStore, reference_pair_store
 
 if TYPE_CHECKING:
     from ..codecs.pages import PagedCodec
@@ -86,7 +86,7 @@ def find_kernels(
     wait_for_libraries(fmt, head_dim, attends=attends)
     sizes = layer.codec, layer.query_heads, layer.kv_heads, layer.options
     try:
-        library = DirectStore(store.CpuStore(layer.codec))
+        library = FunctionStore(store.CpuStore(layer.codec))
         if not attends:
             return library, None, None
         pairs = CpuPairs(*sizes, engine.largest)
@@ -109,7 +109,7 @@ def compile_ahead(fmt: Format, head_dim: int, *, attends: bool) -> None:
     """Begin to compile what a layer's routes need, in other threads, while vLLM loads the model."""
     if cpp_lacks(Pairs(fmt, head_dim, group=1)):
         return
-    with Ahead() as ahead:
+    with Precompiler() as ahead:
         for name, load in _libraries(fmt, head_dim, attends=attends).items():
             ahead.note(name, lambda load=load: without_error(load))  # type: ignore[misc]
 

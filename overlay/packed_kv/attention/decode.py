@@ -48,7 +48,7 @@ class PairKind(NamedTuple):
     mean_blocks: int
 
 
-def _none_yet() -> tuple[dict[int, DecodeLaunch], dict[tuple[int, int], MergeLaunch]]:
+def _empty_launches() -> tuple[dict[int, DecodeLaunch], dict[tuple[int, int], MergeLaunch]]:
     """Launches of the Triton kernel by columns, and of the merge by tile."""
     return {}, {}
 
@@ -89,7 +89,7 @@ class HopperPairStep(PairStep):
     prefixes: PrefixStep | None = None
 
 
-class Splits:
+class PairWorkspace:
     """A step's rotated queries and partial results, which both kernels read and leave, and the merge of the latter.
 
     `longest`: query tokens of a request that the kernel serves.
@@ -170,7 +170,7 @@ class Splits:
         """[tokens, query heads, value_dim] -> [tokens, KV heads, group, value_dim]."""
         return output.view(len(output), self.layer.kv_heads, self.shape.group, output.shape[2])
 
-    def held_for(self, cache: torch.Tensor, ring: Ring | None, output: torch.Tensor) -> tuple[Any, ...]:
+    def binding_key(self, cache: torch.Tensor, ring: Ring | None, output: torch.Tensor) -> tuple[Any, ...]:
         """Return what launches are bound to: see `Launches.get`."""
         sinks = self.layer.options.sinks
         of_sinks = None if sinks is None else (sinks.data_ptr(), sinks.dtype)
@@ -197,7 +197,7 @@ class TritonPairs(DecodeKernel[TritonPairStep, None]):
 
     def __init__(self, layer: PairLayout, rotation: QueryRotation) -> None:
         self.layer, self.longest = layer, longest_of(TRITON, layer.asked())
-        self.splits = Splits(layer, rotation, self.longest)
+        self.splits = PairWorkspace(layer, rotation, self.longest)
         self.shape, self.kind = self.splits.shape, self.splits.kind(by_cuda=False)
         self.bound: Launches = Launches()
 
@@ -222,7 +222,7 @@ class TritonPairs(DecodeKernel[TritonPairStep, None]):
         output: torch.Tensor | None = None,
     ) -> None:  # fmt: skip
         assert output is not None and step.merge is not None
-        kernels, merges = self.bound.get("decode", self.splits.held_for(cache, ring, output), _none_yet)
+        kernels, merges = self.bound.get("decode", self.splits.binding_key(cache, ring, output), _empty_launches)
         decode = kernels.get(step.columns)
         if decode is None:
             decode = DecodeLaunch(self.layer.codec.layout, self.shape, step.columns, cache, ring)
@@ -247,17 +247,17 @@ class HopperPairs(DecodeKernel[HopperPairStep, None]):
     def __init__(self, layer: PairLayout, rotation: QueryRotation) -> None:
         limits, group = layer.limits, layer.query_heads // layer.kv_heads
         self.layer, self.longest = layer, longest_of(CUDA, layer.asked())
-        self.splits = Splits(layer, rotation, self.longest)
+        self.splits = PairWorkspace(layer, rotation, self.longest)
         self.shape, self.kind = self.splits.shape, self.splits.kind(by_cuda=True)
         self.bound: Launches = Launches()
-        self.card = grids.card_of(layer.codec.layout, layer.kv_heads, self.splits.sm_count)
+        self.grid_inputs = grids.grid_inputs(layer.codec.layout, layer.kv_heads, self.splits.sm_count)
         columns, device = grids.columns_of_steps(group, limits.longest_decode), self.splits.from_rotated.device
         self.matrix = cuda.pack_matrix(self.splits.from_rotated)
-        self.counters = grids.make_counters(limits.max_requests, self.card, columns, device)
-        self.schedulers = grids.make_schedulers(limits.max_requests, self.card, columns, device)
+        self.counters = grids.make_counters(limits.max_requests, self.grid_inputs, columns, device)
+        self.schedulers = grids.make_schedulers(limits.max_requests, self.grid_inputs, columns, device)
         self.prefix: FusedPrefix | None = None
         if limits.max_tokens and layer.shard == UNSHARDED:
-            self.prefix = FusedPrefix(layer.codec.layout, self.shape, self.card, self.matrix, limits)
+            self.prefix = FusedPrefix(layer.codec.layout, self.shape, self.grid_inputs, self.matrix, limits)
             self.pass_limits = self.prefix.limits
 
     def reserve(self) -> None:
@@ -284,7 +284,7 @@ class HopperPairs(DecodeKernel[HopperPairStep, None]):
         partial_shape = 0, self.layer.kv_heads, 1
         if grid is not None and grid.is_final:
             columns, passes = self._columns(query_len), grids.pass_count(self.shape.group, query_len)
-            kind = grids.kind_of(requests * passes, self.card, columns)
+            kind = grids.block_kind(requests * passes, self.grid_inputs, columns)
             schedule = self.schedulers[kind](batch.seq_lens, passes)
             partial_shape = grid.blocks, self.layer.kv_heads, columns
         elif grid is not None:
@@ -318,8 +318,10 @@ class HopperPairs(DecodeKernel[HopperPairStep, None]):
         output: torch.Tensor | None = None,
     ) -> None:  # fmt: skip
         assert output is not None and step.grid is not None
-        held_for = self.splits.held_for(cache, ring, output)
-        decode, merges = self.bound.get("decode", held_for, lambda: (self._bind(cache, ring, output), _none_yet()[1]))
+        binding_key = self.splits.binding_key(cache, ring, output)
+        decode, merges = self.bound.get(
+            "decode", binding_key, lambda: (self._bind(cache, ring, output), _empty_launches()[1])
+        )
         decode(step.grid, step.max_query_len, step.requests, step.arguments, output)
         if step.merge is not None:
             self.splits.merge(step.merge, merges, output)
@@ -357,7 +359,7 @@ class HopperPairs(DecodeKernel[HopperPairStep, None]):
     def grid(self, requests: int, query_len: int) -> grids.Grid:
         """Return the kernel's grid."""
         passes = grids.pass_count(self.shape.group, query_len)
-        return grids.grid(requests * passes, self.card, self._columns(query_len))
+        return grids.grid(requests * passes, self.grid_inputs, self._columns(query_len))
 
     def _columns(self, query_len: int) -> int:
         return grids.column_count(self.shape.group, query_len)

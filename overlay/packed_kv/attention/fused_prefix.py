@@ -40,16 +40,16 @@ class FusedPrefix:
 
     Args:
         page: layout of the cache.
-        shape, card, matrix: of the layer's decode kernel.
+        shape, inputs, matrix: of the layer's decode kernel.
         limits: of steps.
     """
 
     def __init__(
-        self, page: PageLayout, shape: DecodeShape, card: grids.Card, matrix: torch.Tensor, limits: Limits
+        self, page: PageLayout, shape: DecodeShape, inputs: grids.GridInputs, matrix: torch.Tensor, limits: Limits
     ) -> None:
-        self.page, self.shape, self.card, self.matrix = page, shape, card, matrix
+        self.page, self.shape, self.grid_inputs, self.matrix = page, shape, inputs, matrix
         self.limits = pass_limits(page, shape, limits)
-        self.schedules = cuda_prefix.PrefixSchedules(self.limits.total, card, matrix.device)
+        self.schedules = cuda_prefix.PrefixSchedules(self.limits.total, inputs, matrix.device)
 
     def memory(self, rows: int, items: int, dtype: torch.dtype) -> list[tuple[tuple[int, ...], torch.dtype]]:
         """Return shapes and dtypes of the workspace for passes of the first `rows` rows of a batch: partial results and
@@ -69,7 +69,7 @@ class FusedPrefix:
 
     def items(self, passes: PrefixPasses) -> int:
         """Return the work items of each KV head."""
-        return cuda_prefix.prefix_grid(len(passes.table), self.card).items
+        return cuda_prefix.prefix_grid(len(passes.table), self.grid_inputs).items
 
     def prepare(
         self, batch: PrefixBatch, rotated: torch.Tensor, bias: torch.Tensor | None, memory: list[torch.Tensor]
@@ -93,8 +93,8 @@ class FusedPrefix:
         output = step.results.output
         apart = output.view(len(output), self.shape.kv_heads, self.shape.group, -1)
         of_ring = None if ring is None else (ring.cache.data_ptr(), ring.cache.stride(), ring.window)
-        held_for = cache.data_ptr(), cache.stride(), of_ring, output.stride(), output.dtype
-        launch = bound.get("prefixes", held_for, lambda: self._bind(cache, ring, apart))
+        binding_key = cache.data_ptr(), cache.stride(), of_ring, output.stride(), output.dtype
+        launch = bound.get("prefixes", binding_key, lambda: self._bind(cache, ring, apart))
         launch(step.items, step.arguments, apart)
         return step.results
 

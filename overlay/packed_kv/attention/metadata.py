@@ -20,7 +20,7 @@ from vllm.v1.attention.backend import (
 from vllm.v1.kv_cache_interface import AttentionSpec
 
 from ..formats import FORMATS
-from ..kernels.ahead import wait_for_all
+from ..kernels.precompile import wait_for_all
 from ..kernels.served import Engine, who_serves
 from ..refusals.facts import Attention, Facts
 from ..refusals.table import refuse

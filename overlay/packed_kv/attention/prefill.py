@@ -150,8 +150,8 @@ class FlashPrefill(PrefillKernel["Batch"]):
             self._add(over_prefixes, batch.metadata.query_starts[first], output, lse)
         self._attend_prefixes(query, batch.cache, step, output, lse, ring)
         if (sinks := self.options.sinks) is not None:
-            held_for = (output.stride(), output.dtype, sinks.data_ptr(), sinks.dtype)
-            launch = self.bound.get("sinks", held_for, lambda: SinksLaunch(output, sinks))
+            binding_key = (output.stride(), output.dtype, sinks.data_ptr(), sinks.dtype)
+            launch = self.bound.get("sinks", binding_key, lambda: SinksLaunch(output, sinks))
             launch.apply(output, lse)
 
     def attend_shard(self, batch: Batch, first: int, lse: torch.Tensor) -> None:
@@ -226,9 +226,9 @@ class FlashPrefill(PrefillKernel["Batch"]):
         return batch.query[rows], batch.output[rows]
 
     def _combine(self, output: torch.Tensor, part_dim: int) -> CombineLaunch:
-        held_for = (output.shape[1], output.stride(), output.dtype)
+        binding_key = (output.shape[1], output.stride(), output.dtype)
         name = ("combine", output.shape[1], part_dim)
-        return self.bound.get(name, held_for, lambda: CombineLaunch(output, part_dim))
+        return self.bound.get(name, binding_key, lambda: CombineLaunch(output, part_dim))
 
     def reserve(self, dtype: torch.dtype) -> None:
         self.take(dtype)
@@ -287,14 +287,14 @@ class FlashPrefill(PrefillKernel["Batch"]):
     def _read(self, cache: torch.Tensor, read: PartRead, ring: Ring | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """K and V of a part in the model's basis, [tokens, KV heads, channels that FlashAttention is given]."""
         stored_dim = self.codec.key.stored_dim
-        held_for = (cache.data_ptr(), cache.stride())
-        launch = self.bound.get("gather", held_for, lambda: GatherLaunch(self.codec.layout, cache, self.kv_heads))
+        binding_key = (cache.data_ptr(), cache.stride())
+        launch = self.bound.get("gather", binding_key, lambda: GatherLaunch(self.codec.layout, cache, self.kv_heads))
         grid, arguments = read.gather
         launch(grid, (), arguments)
         if ring is not None and read.ring is not None:
-            held_for = (ring.cache.data_ptr(), ring.cache.stride())
+            binding_key = (ring.cache.data_ptr(), ring.cache.stride())
             grid, arguments = read.ring
-            self.bound.get("ring", held_for, lambda: GatherRingLaunch(ring, stored_dim))(grid, (), arguments)
+            self.bound.get("ring", binding_key, lambda: GatherRingLaunch(ring, stored_dim))(grid, (), arguments)
         for name, (grid, arguments), matrix, means in zip(
             ("key", "value"), read.unrotate, self.matrices, (self.means, None), strict=True
         ):

@@ -64,7 +64,7 @@ class RotatingStep(Protocol):
 
     @property
     def rotate(self) -> RotateStep | None:
-        """The launch that rotates them (`Splits.prepare_rotation`); None: the kernel wants them as they are."""
+        """The launch that rotates them (`PairWorkspace.prepare_rotation`); None: the kernel wants them as they are."""
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ class LayerKernel(Protocol):
 
 class StoreKernel(LayerKernel, Protocol):
     """Writes new tokens of one layer into its pages and its ring: `TritonPairStore`, `TritonLatentStore`,
-    `DirectStore`."""
+    `FunctionStore`."""
 
     def prepare(self, tokens: NewTokens) -> Any:
         """Return the step of these tokens; None: there are none."""

@@ -111,7 +111,7 @@ class LatentStore:
         self.kernel.write(step, cache, latent, rope, window.layer.kv_cache)
 
 
-class DirectStore(StoreKernel):
+class FunctionStore(StoreKernel):
     """Stores tokens by a function that takes them as they are: the C++ library's `CpuStore`, or one of those below.
 
     `function`: of the pages (None: only the ring is written), key, value, slots, positions, ring and ring slots.
@@ -131,7 +131,7 @@ class DirectStore(StoreKernel):
             self.function(pages, key, value, step.slots, step.positions, ring, step.ring_slots)
 
 
-def reference_pair_store(codec: PagedCodec) -> DirectStore:
+def reference_pair_store(codec: PagedCodec) -> FunctionStore:
     """Return what stores pairs in PyTorch."""
 
     def store(pages: Any, key: Any, value: Any, slots: Any, positions: Any, ring: Any, ring_slots: Any) -> None:
@@ -141,10 +141,10 @@ def reference_pair_store(codec: PagedCodec) -> DirectStore:
             rows = slice(len(ring_slots))
             write_ring(ring, ring_slots, *codec.prepare(key[rows], value[rows], positions[rows]))
 
-    return DirectStore(store)
+    return FunctionStore(store)
 
 
-def reference_latent_store(codec: LatentCodec) -> DirectStore:
+def reference_latent_store(codec: LatentCodec) -> FunctionStore:
     """Return what stores latents in PyTorch."""
 
     def store(pages: Any, latent: Any, rope: Any, slots: Any, _positions: Any, ring: Any, ring_slots: Any) -> None:
@@ -153,4 +153,4 @@ def reference_latent_store(codec: LatentCodec) -> DirectStore:
         if ring is not None:
             codec.write_ring(ring, ring_slots, latent[: len(ring_slots)], rope[: len(ring_slots)])
 
-    return DirectStore(store)
+    return FunctionStore(store)

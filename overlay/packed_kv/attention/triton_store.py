@@ -55,13 +55,13 @@ class TritonPairStore(StoreKernel):
         queries = None if query is None or not step.rotates else (query, self.rotation)
         read = key if queries is None else queries[0]
         of_ring = None if ring is None else (ring.data_ptr(), ring.stride())
-        held_for = (
+        binding_key = (
             cache.data_ptr(), cache.stride(), of_ring, key.dtype, value.dtype, read.dtype,
             key.stride(), value.stride(), read.stride(),
         )  # fmt: skip
         launch = self.bound.get(
             ("store", ring is None, step.rotates, step.only_ring),
-            held_for,
+            binding_key,
             lambda: StoreLaunch(self.codec, cache, key, value, ring, queries, only_ring=step.only_ring),
         )
         grid, arguments = step.launch
@@ -70,8 +70,8 @@ class TritonPairStore(StoreKernel):
     def rotate(self, query: torch.Tensor, decodes: RotatingStep) -> None:
         if decodes.rotate is None:
             return
-        held_for = (query.stride(), query.dtype)
-        launch = self.bound.get("rotate", held_for, lambda: RotateQueryLaunch(query, self.kv_heads, self.rotation))
+        binding_key = (query.stride(), query.dtype)
+        launch = self.bound.get("rotate", binding_key, lambda: RotateQueryLaunch(query, self.kv_heads, self.rotation))
         grid, arguments = decodes.rotate.launch
         launch(grid, (query,), arguments)
 

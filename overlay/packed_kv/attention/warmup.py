@@ -1,5 +1,5 @@
 """Dry runs of a layer: every launch of its steps, for pages, a ring and queries of our own, so that what they need is
-compiled ahead (`kernels/ahead.py`) and the workspace has its size. Threads go on compiling afterwards."""
+compiled ahead (`kernels/precompile.py`) and the workspace has its size. Threads go on compiling afterwards."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, cast
 import torch
 
 from ..codecs.ring import Ring
-from ..kernels.ahead import Ahead
+from ..kernels.precompile import Precompiler
 from ..layout import MICRO_BLOCK
 from .context_parallel import ContextParallelAttention
 from .context_shard import UNSHARDED
@@ -70,7 +70,7 @@ class PairWarmup:
     def run(self, *, shares_cache: bool) -> None:
         """Note all launches. `shares_cache`: whether the layer shares another's cache, and so rotates queries without a
         store."""
-        with Ahead():
+        with Precompiler():
             if self.key is not None and self.value is not None:
                 self._decodes(self.key, self.value)  # first, as their kernels take longest
                 self._prefills(self.key, self.value)
@@ -219,7 +219,7 @@ def warm_up_latents(kernels: LatentKernels, block_size: int, query_dim: int, win
     if window_layer is not None and window_layer.ring_block_size:
         shape = (1, 1, window_layer.ring_block_size, codec.ring_slot_bytes)
         ring = Ring(torch.zeros(shape, dtype=torch.uint8, device=device), table, counts[:most], window_layer.window)
-    with Ahead():
+    with Precompiler():
         if (ring is None) == (not layer.window):  # first, as their kernels take longest
             for requests, query_len in decode.batches_to_compile():
                 tables = table[:requests], counts[: requests + 1], counts[:requests]
@@ -255,7 +255,7 @@ def warm_up_sparse(kernels: SparseKernels, block_size: int) -> None:
     lse = None if kernels.sinks is None else memory.lse[:1]
     results = memory.stored[:1], torch.zeros(1, memory.stored.shape[1], device=device)
     store, decode = kernels.store.kernel, kernels.decode
-    with Ahead():
+    with Precompiler():
         store.write(store.prepare(NewTokens(one.long())), cache, *new)
         batch = SparseDecodes(table, starts, one, 1, 1, lse=lse, requests=one, memory=memory)
         decode.attend(decode.prepare(batch), cache, (*queries, picks), output=output)

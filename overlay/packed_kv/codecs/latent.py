@@ -83,7 +83,7 @@ class LatentCodec:
             tokens[where, token] = new
         codes, scales, rope_codes, *rope_scales = unpacked
         parts = [
-            pack_codes(codes, self.layout.vector, "key"),
+            pack_codes(codes, self.layout.vectors[0], "key"),
             pack_scales(scales, "key"),
             pack_codes(rope_codes, self.rope_vector, "key"),
             *(pack_scales(x, "key") for x in rope_scales),
@@ -152,7 +152,7 @@ class LatentCodec:
 
     def value_gain(self) -> torch.Tensor:
         """V's gain of each channel as stored, fp32 [rank]."""
-        gains = [code_of(bits).value_gain for bits in self.layout.vector.group_bits]
+        gains = [code_of(bits).value_gain for bits in self.layout.vectors[0].group_bits]
         return torch.tensor(gains, device=self.device).repeat_interleave(GROUP_SIZE)
 
     def stored_mean(self) -> torch.Tensor | None:
@@ -174,7 +174,7 @@ class LatentCodec:
         scales, rope = (self.layout.plane(0, content) for content in ("scales", ROPE))
         end = rope.offset + rope.bytes
         parts = [
-            unpack_codes(packed[..., : scales.offset], self.layout.vector, "key"),
+            unpack_codes(packed[..., : scales.offset], self.layout.vectors[0], "key"),
             unpack_scales(packed[..., scales.offset : rope.offset], "key"),
             unpack_codes(packed[..., rope.offset : end], self.rope_vector, "key"),
         ]

@@ -60,14 +60,14 @@ class LatentRowCodec(LatentCodec):
         rope_codes, *rope_scales = self.quantize_rope(rope)
         page = self.rows.page
         assert page.rope is not None
-        return torch.cat((_pack(codes, page.vector), scales, _pack(rope_codes, page.rope), *rope_scales), dim=-1)
+        return torch.cat((_pack(codes, page.vectors[0]), scales, _pack(rope_codes, page.rope), *rope_scales), dim=-1)
 
     def decode(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Rows uint8 [tokens, slot_bytes] -> latents as stored, fp32 [tokens, rank], and RoPE channels, fp32 [tokens,
         rope_dim]."""
         page, at, rope_at = self.rows.page, self.rows.offset("scales"), self.rows.offset(ROPE)
         assert page.rope is not None
-        latent = self.latent.dequantize(_unpack(rows[:, :at], page.vector), rows[:, at:rope_at].contiguous())
+        latent = self.latent.dequantize(_unpack(rows[:, :at], page.vectors[0]), rows[:, at:rope_at].contiguous())
         if self.rope_bits != BYTE_CODE.bits:
             end = rope_at + self.rope_dim * self.rope_bits // 8
             return latent, self.dequantize_rope(_unpack(rows[:, rope_at:end], page.rope))

@@ -91,7 +91,7 @@ class PagedCodec:
         for i, (codec, vectors, place) in enumerate(zip(self.codecs, (key, value), places, strict=True)):
             own_codes, own_scales = self._unpack(i, old)
             own_codes[where, :, token], own_scales[where, :, token] = codec.quantize(vectors, place)
-            codes.append(pack_codes(own_codes, self.layout.vector, codec.role))
+            codes.append(pack_codes(own_codes, self.layout.vectors[i], codec.role))
             scales.append(pack_scales(own_scales, codec.role))
         pages[block, :, inner] = torch.cat((*codes, *scales), dim=-1)
 
@@ -150,7 +150,7 @@ class PagedCodec:
         codes = packed[..., words.offset : halves.offset + halves.bytes]
         order = words.order
         return (
-            unpack_codes(codes, self.layout.vector, order),
+            unpack_codes(codes, self.layout.vectors[vector], order),
             unpack_scales(packed[..., scales.offset : scales.offset + scales.bytes], order),
         )
 

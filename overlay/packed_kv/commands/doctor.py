@@ -27,7 +27,7 @@ from ..kernels.cpu.compiler import BuildError, best_target, find_compiler
 from ..kernels.cuda import LATENT, LATENT_ROWS, runs_on
 from ..kernels.kernel_cache import NoHome, cache_folder, why_not_kept
 from ..kernels.served import CUDA, Engine, Latents, Pairs, who_serves
-from ..model.cache_scheme import said_of_cache
+from ..model.cache_scheme import describe_cache_scheme
 from ..model.config_fields import BadInput, nested
 from ..model.rope import Parameters
 from ..model.shape import Model, expanded_size, parse
@@ -98,7 +98,7 @@ def findings(options: argparse.Namespace) -> Iterator[Finding]:
         else:
             if model:
                 yield Finding(True, f"{model.name}: {layers(model)}")
-                if asked := said_of_cache(nested(model.config, "quantization_config")):
+                if asked := describe_cache_scheme(nested(model.config, "quantization_config")):
                     yield Finding(True, f"{model.name}: {asked}")
                 if warning := untried(config):
                     yield Finding(True, f"{model.name}: {warning}")

@@ -23,7 +23,7 @@ from vllm.v1.kv_cache_interface import KVQuantMode
 
 from ..formats import FORMATS, Format
 from ..model.architectures import PLAIN_SPARSE_LATENTS
-from ..model.cache_scheme import said_of_cache
+from ..model.cache_scheme import describe_cache_scheme
 from ..refusals.facts import Attention, Cache, Drafts, Facts, Latents, Layer, Parallel, Vllm
 from ..refusals.table import refuse
 from ..settings.facts import auto_cache, check_skipped_layers, engine_facts, given_facts, quantization_of
@@ -246,7 +246,7 @@ class PackedDTypeHandler:
         facts = Facts(*engine_facts(vllm_config).records, given_facts(vllm_config))
         refuse(facts, self.name)
         check_planned_padding(vllm_config)
-        if asked := said_of_cache(quantization_of(vllm_config)):
+        if asked := describe_cache_scheme(quantization_of(vllm_config)):
             logger.info("KV cache dtype %s: %s", self.name, asked)
         if facts.given.is_fp32:
             on_gpu = FLOAT32_LATENTS if facts.engine.platform != "cpu" else ""

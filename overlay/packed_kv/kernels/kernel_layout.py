@@ -10,28 +10,26 @@ from __future__ import annotations
 import functools
 from typing import NamedTuple
 
-from ..formats import GROUP_SIZE, Code, code_of
+from ..formats import GROUP_SIZE, Code, code_of, runs
 from ..layout import ROPE, ROPE_SCALES, ROW_TOKENS, PageLayout, RingLayout, RowLayout, ring_layout
 from .bins import Bins, make_bins
 from .units import score_unit
 
 
 class Group(NamedTuple):
-    """Places of a lane's codes of one 32-channel group, and the factors of their values.
+    """Places of a lane's codes of one 32-channel group of K or of V, and the factor of their values.
 
     `word`: index of the group's first code word among the lane's words. `sign_word`: index of the word with its signs,
     0 if the code has none; a half word is read as a sign word of parity 0 behind all words, so its index is
-    `KernelLayout.words`. `parity`: which of the two groups that share the sign word, 0 or 1. `key_factor`: 1 / unit;
-    decoded codes times this and their scale are values of K. `value_factor`: the same for V, `Code.value_gain`
-    included.
+    `PackedVector.words`. `parity`: which of the two groups that share the sign word, 0 or 1. `factor`: decoded codes
+    times this and their scale are values: 1 / unit, and for V times `Code.value_gain`.
     """
 
     code: Code
     word: int
     sign_word: int
     parity: int
-    key_factor: float
-    value_factor: float
+    factor: float
 
 
 class Section(NamedTuple):
@@ -49,27 +47,37 @@ class Section(NamedTuple):
     bins: Bins
 
 
-class KernelLayout(NamedTuple):
-    """Everything about the bytes of a page and of a ring slot that a kernel may ask.
+class PackedVector(NamedTuple):
+    """K or V in a micro-block.
 
-    `head_dim`: channels that are stored, 32 a group. `words`: 32-bit words of a lane and vector, code words first, then
-    `sign_words` of them. `chunks`: widths of the chunks that the words lie in. `has_half`: a half word follows them.
-    `micro_block_bytes`: bytes of 16 tokens of one head. `words_at`, `half_words_at`, `scales_at`: (K's, V's), in bytes
-    from the start of a micro-block. `score_unit`: the unit of scores, which are sums over all groups of K. `ring`: byte
-    offsets in a slot of the ring buffer, where RoPE channels of latents count as channels of them.
+    `words`: 32-bit words of a lane, code words first, then `sign_words` of them. `chunks`: widths of the chunks that
+    the words lie in. `has_half`: a half word follows them. `words_at`, `half_words_at`, `scales_at`: in bytes from the
+    start of the micro-block.
     """
 
-    head_dim: int
     groups: tuple[Group, ...]
     sections: tuple[Section, ...]
     words: int
     sign_words: int
     chunks: tuple[int, ...]
     has_half: bool
+    words_at: int
+    half_words_at: int
+    scales_at: int
+
+
+class KernelLayout(NamedTuple):
+    """Everything about the bytes of a page and of a ring slot that a kernel may ask.
+
+    `head_dim`: channels that are stored, 32 a group. `key`, `value`: K and V; a latent is both. `micro_block_bytes`:
+    bytes of 16 tokens of one head. `score_unit`: the unit of scores, which are sums over all groups of K. `ring`: byte
+    offsets in a slot of the ring buffer, where RoPE channels of latents count as channels of them.
+    """
+
+    head_dim: int
+    key: PackedVector
+    value: PackedVector
     micro_block_bytes: int
-    words_at: tuple[int, ...]
-    half_words_at: tuple[int, ...]
-    scales_at: tuple[int, ...]
     score_unit: float
     ring: RingLayout
 
@@ -111,36 +119,40 @@ def latent_row_layout(rows: RowLayout) -> LatentRowLayout:
 @functools.cache
 def kernel_layout(page: PageLayout) -> KernelLayout:
     """The constants of kernels for pages of this layout."""
-    vector, orders = page.vector, page.orders
+    channels = GROUP_SIZE * len(page.vectors[0].group_bits)
+    return KernelLayout(
+        head_dim=channels,
+        key=_packed_vector(page, 0, is_key=True),
+        value=_packed_vector(page, len(page.vectors) - 1, is_key=False),
+        micro_block_bytes=page.micro_block_bytes,
+        score_unit=score_unit(page.vectors[0].group_bits),
+        ring=ring_layout(channels + page.rope_dim, len(page.vectors)),
+    )
+
+
+def _packed_vector(page: PageLayout, index: int, *, is_key: bool) -> PackedVector:
+    """The vector of this index as K or as V."""
+    vector = page.vectors[index]
     groups: list[Group] = []
     sections: list[Section] = []
     word = signed = 0
-    for number, bits in enumerate(vector.group_bits):
+    for bits, count in runs(vector.group_bits):
         code = code_of(bits)
-        if not sections or sections[-1].code != code:
-            count, bins = vector.group_bits.count(bits), make_bins(code.magnitudes)
-            sections.append(Section(number, count, code, word, signed, bins))
-        sign_word = vector.code_words + signed // 2 if code.has_sign_words else 0
-        parity = signed % 2 if code.has_sign_words else 0
-        groups.append(Group(code, word, sign_word, parity, 1 / code.unit, code.value_gain / code.unit))
-        word += code.code_words
-        signed += code.has_sign_words
-    words_at, half_words_at, scales_at = (
-        tuple(page.plane(i, content).offset for i in range(len(orders)))
-        for content in ("words", "half words", "scales")
-    )
-    return KernelLayout(
-        head_dim=GROUP_SIZE * len(groups),
+        sections.append(Section(len(groups), count, code, word, signed, make_bins(code.magnitudes)))
+        factor = (1 if is_key else code.value_gain) / code.unit
+        for _ in range(count):
+            sign_word = vector.code_words + signed // 2 if code.has_sign_words else 0
+            groups.append(Group(code, word, sign_word, signed % 2 if code.has_sign_words else 0, factor))
+            word += code.code_words
+            signed += code.has_sign_words
+    return PackedVector(
         groups=tuple(groups),
         sections=tuple(sections),
         words=vector.code_words + vector.sign_words,
         sign_words=vector.sign_words,
         chunks=vector.chunks,
         has_half=bool(vector.half_words),
-        micro_block_bytes=page.micro_block_bytes,
-        words_at=words_at,
-        half_words_at=half_words_at,
-        scales_at=scales_at,
-        score_unit=score_unit(vector.group_bits),
-        ring=ring_layout(GROUP_SIZE * len(groups) + page.rope_dim, len(orders)),
+        words_at=page.plane(index, "words").offset,
+        half_words_at=page.plane(index, "half words").offset,
+        scales_at=page.plane(index, "scales").offset,
     )

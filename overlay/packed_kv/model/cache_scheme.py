@@ -30,7 +30,7 @@ def asked_cache(quantization: Config) -> str:
     return algorithm if algorithm in (FP8, "nvfp4") else ""
 
 
-def said_of_cache(quantization: Config) -> str:
+def describe_cache_scheme(quantization: Config) -> str:
     """One line for a checkpoint that asks for a KV-cache dtype of its own, or in words that cannot be read; "": it asks
     for none."""
     try:

@@ -9,7 +9,7 @@ from typing import Any
 
 from ..formats import FORMATS, ROPE_BITS
 from ..kernels.served import CUDA, Engine, Pairs, who_serves
-from ..model.cache_scheme import said_of_cache
+from ..model.cache_scheme import describe_cache_scheme
 from ..model.config_fields import MODEL_BYTES, BadInput, nested, whole
 from ..model.shape import DENSE, FP8, Model
 from ..refusals.table import Refused
@@ -158,7 +158,7 @@ def assumptions(target: Target, said: list[str]) -> list[str]:
     lines = [
         f"{model.name}: {layers(model)}; weights {target.weights.total / 1e9:.2f} GB ({target.weights.source})",
         f"KV cache {target.kv_memory / GIB:.2f} GiB per card; blocks of {serving.block_size} tokens",
-        *filter(None, [said_of_cache(nested(model.config, "quantization_config"))]),
+        *filter(None, [describe_cache_scheme(nested(model.config, "quantization_config"))]),
         *said,
         f"recent window of {window} tokens" if window else f"no recent window{f': {reason}' if reason else ''}",
     ]

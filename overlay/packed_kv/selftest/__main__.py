@@ -18,7 +18,7 @@ from vllm.platforms import current_platform
 
 from ..child_process import end_with
 from ..formats import FORMATS
-from ..kernels.ahead import wait_for_all
+from ..kernels.precompile import wait_for_all
 from . import launches
 from .checks import THREADS, Check, check_pairs, check_threads, pair_layers
 from .compilers import Compilers

@@ -24,7 +24,7 @@ from ..codecs.latent import LatentCodec
 from ..codecs.pages import PagedCodec
 from ..codecs.ring import Ring
 from ..formats import Format
-from ..kernels.ahead import Ahead
+from ..kernels.precompile import Precompiler
 from ..kernels.served import CPP, PYTORCH
 from ..reference.attention import AttentionOptions
 from ..window.layer import SUFFIX, WindowLayer
@@ -98,7 +98,7 @@ class PairLayer:
         if self.kernel in (PYTORCH, CPP):
             return
         kernels = self.attention.kernels
-        with Ahead():
+        with Precompiler():
             self.forward(batch, *tensors)
             release(kernels.store.kernel, kernels.decode)
 

@@ -113,7 +113,7 @@ def is_draft(config: VllmConfig) -> bool:
 
 def auto_cache(config: VllmConfig) -> str:
     """The dtype that `--kv-cache-dtype auto` would be by the checkpoint; "": the model's own, or it cannot be read."""
-    with contextlib.suppress(BadInput):  # said_of_cache says it
+    with contextlib.suppress(BadInput):  # describe_cache_scheme says it
         return asked_cache(quantization_of(config))
     return ""
 

@@ -35,14 +35,14 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("PACKED_KV_CACHE", str(folder))
     monkeypatch.setattr(build, "read_sources", lambda program: {program.main: SOURCE})
     kernel_cache._warn_once.cache_clear()
-    for cached in (load_library, compiler._find, compiler.processor):
+    for cached in (build._load, compiler._find, compiler.processor):
         cached.cache_clear()
     return folder
 
 
 @pytest.fixture(autouse=True)
 def forget() -> Iterator[None]:
-    caches = load_library, compiler._find, compiler.processor  # before a test puts something else in their place
+    caches = build._load, compiler._find, compiler.processor  # before a test puts something else in their place
     yield
     for cached in caches:
         cached.cache_clear()
@@ -80,13 +80,13 @@ def calls(folder: Path) -> int:
 def test_a_library_is_compiled_once_and_never_mistaken(cache: Path, tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setenv("CXX", str(counting_compiler(tmp_path)))
     assert (answer(3), answer(4), answer(3)) == (3, 4, 3)
-    load_library.cache_clear()
+    build._load.cache_clear()
     assert (answer(3), calls(tmp_path), len(os.listdir(cache))) == (3, 2, 2)
     monkeypatch.setattr(build, "processor", lambda: ("another", frozenset()))
-    load_library.cache_clear()
+    build._load.cache_clear()
     assert (answer(3), calls(tmp_path)) == (3, 3)
     monkeypatch.setattr(build, "find_compiler", lambda: find_compiler()._replace(version="another"))
-    load_library.cache_clear()
+    build._load.cache_clear()
     assert (answer(3), calls(tmp_path)) == (3, 4)
 
 
@@ -97,7 +97,7 @@ def test_a_damaged_library_is_compiled_again(cache: Path, tmp_path: Path, monkey
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 1
     file.write_bytes(content)
-    load_library.cache_clear()
+    build._load.cache_clear()
     assert (answer(3), calls(tmp_path)) == (3, 2)
 
 
@@ -169,6 +169,12 @@ def test_a_compiler_that_fails(cache: Path, tmp_path: Path, monkeypatch, script:
     assert not cache.exists() or not any(cache.iterdir())
 
 
+def test_what_fails_is_not_tried_again(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = f'[ "$1" = --version ] && echo mycc 1.0 && exit; echo x >> {tmp_path}/calls; exit 1'
+    monkeypatch.setenv("CXX", str(program(tmp_path, "bad", script)))
+    assert error_of(lambda: answer(3)) == error_of(lambda: answer(3)) and calls(tmp_path) == 1
+
+
 def test_a_compiler_that_writes_no_library(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     script = '[ "$1" = --version ] && echo mycc 1.0 && exit; echo text > library.so'
     monkeypatch.setenv("CXX", str(program(tmp_path, "bad", script)))
@@ -185,17 +191,19 @@ def test_a_machine_that_makes_no_files_in_memory(cache: Path, monkeypatch: pytes
     assert answer(3) == 3
 
 
-def test_files_that_may_not_be_large(cache: Path) -> None:
-    """As `ulimit -f` has it: neither the compiler nor this process can write the library."""
+def test_files_that_may_not_be_large(cache: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """As `ulimit -f` has it: neither the compiler nor this process can write the library. To compile what the cache has
+    would not help."""
     assert answer(3) == 3
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
     try:
-        load_library.cache_clear()
+        build._load.cache_clear()
         kept, compiled = (error_of(lambda number=number: answer(number)) for number in (3, 4))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert "ulimit -f" in kept and "ulimit -f" in compiled and "cannot compile tiny.cpp" in compiled
+    assert "compiled again" not in caplog.text
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES])
@@ -237,7 +245,7 @@ def test_a_library_of_the_cache_that_cannot_be_loaded(cache: Path, tmp_path: Pat
     (file,) = cache.iterdir()
     kernel_cache.load_or_compile(file.name, lambda: b"of another machine", again=True)
     for _ in range(2):
-        load_library.cache_clear()
+        build._load.cache_clear()
         assert (answer(3), calls(tmp_path)) == (3, 2)
 
 

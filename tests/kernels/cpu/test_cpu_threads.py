@@ -24,10 +24,10 @@ def no_pool(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(build, "read_sources", changed)
     monkeypatch.setattr(build, "POOL", "no_such_function")
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
-    for cached in (build.load_library, build._warn_of_one_thread):
+    for cached in (build._load, build._warn_of_one_thread):
         cached.cache_clear()
     yield
-    for cached in (build.load_library, build._warn_of_one_thread):
+    for cached in (build._load, build._warn_of_one_thread):
         cached.cache_clear()
 
 
@@ -41,7 +41,7 @@ def test_without_threads(no_pool: None, caplog: pytest.LogCaptureFixture, monkey
     monkeypatch.setattr(build, "logger", logging.getLogger("packed_kv_test"))  # vLLM's does not propagate
     wrong = check_threads()
     assert not wrong.is_right and "kernels in C++ run on 1 of 2 threads" in describe_wrong(wrong)
-    build.load_library.cache_clear()
+    build._load.cache_clear()
     threads.thread_ids(2)
     (record,) = caplog.records
     assert re.search(r"on one thread instead of 2: .*LD_PRELOAD=/\S*lib\w*omp\S*\.so", record.getMessage())

@@ -18,19 +18,19 @@ from packed_kv.kernels.cuda import COLUMNS, pass_tokens, runs_on
 from packed_kv.kernels.cuda.grids import (
     COLUMN_COUNTS,
     WARPS_PER_SM,
-    Card,
     Grid,
+    GridInputs,
+    block_kind,
+    block_kinds,
     column_count,
     columns_of_steps,
     grid,
     has_unpackers,
-    kind_of,
-    kinds,
     make_schedulers,
     pass_count,
 )
 from packed_kv.kernels.cuda.kernel import Compilation, block_of, machine_code
-from packed_kv.kernels.cuda.launch import Variant, constants, program
+from packed_kv.kernels.cuda.launch import PairVariant, constants, program
 from packed_kv.layout import page_layout
 from test_decode import BOUND, DEVICE, relative_rms, transforms
 
@@ -191,8 +191,8 @@ def test_resources(name: str, centred: bool, columns: int, tmp_path: Path) -> No
     are spilled, outside of the loop; 32 columns and teams spill some in it, and blocks with warps that only unpack
     none."""
     page = page_layout(FORMATS[name], 128)
-    few, _ = kinds(Card(8, 128, 132, has_unpackers(page)), columns)
-    variant = Variant(
+    few, _ = block_kinds(GridInputs(8, 128, 132, has_unpackers(page)), columns)
+    variant = PairVariant(
         few.warps, True, columns, 16, ring_block=8, recent=64, has_bias=centred, output=torch.bfloat16,
         tiles_a_block=8 * centred,
     )  # fmt: skip
@@ -211,9 +211,9 @@ def test_resources(name: str, centred: bool, columns: int, tmp_path: Path) -> No
 @pytest.mark.parametrize("requests", [1, 3, 4, 24, 32, 66, 67, 128, 256, 529])
 def test_grid(requests: int, kv_heads: int) -> None:
     """Blocks write the output if there are enough pairs for 132 x 16 warps; otherwise there are splits of one warp."""
-    card = Card(kv_heads, 128, 132)
-    shape = grid(requests, card, 4)
-    assert shape == grid(requests, card, 8)
+    inputs = GridInputs(kv_heads, 128, 132)
+    shape = grid(requests, inputs, 4)
+    assert shape == grid(requests, inputs, 8)
     assert shape.is_final == (shape.warps > 1) == (requests * kv_heads > 29)
     if shape.is_final:
         assert shape.warps == (8 if requests * kv_heads <= 2 * 264 else 4)
@@ -226,7 +226,7 @@ def test_grid(requests: int, kv_heads: int) -> None:
 def test_grid_of_16_and_32_columns(requests: int, warps_of_16: int, warps_of_32: int) -> None:
     """An SM holds half the warps that it holds of 8 columns, in as many blocks."""
     for columns, warps in ((16, warps_of_16), (32, warps_of_32)):
-        shape = grid(requests, Card(8, 128, 132), columns)
+        shape = grid(requests, GridInputs(8, 128, 132), columns)
         assert (shape.warps, shape.is_final) == (warps, warps > 1), columns
 
 
@@ -234,20 +234,23 @@ def test_grid_of_16_and_32_columns(requests: int, warps_of_16: int, warps_of_32:
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_schedulers_have_room(group: int, head_dim: int) -> None:
     """For every length of a step, also where columns share blocks but not passes."""
-    card, most = Card(8, head_dim, 132), 48
+    inputs, most = GridInputs(8, head_dim, 132), 48
     lengths = range(1, 4 * pass_tokens(group) + 1)
-    made = make_schedulers(most, card, columns_of_steps(group, lengths[-1]), torch.device(DEVICE))
+    made = make_schedulers(most, inputs, columns_of_steps(group, lengths[-1]), torch.device(DEVICE))
     for length in lengths:
         columns, passes = column_count(group, length), pass_count(group, length)
         for requests in range(1, most + 1):
-            assert made[kind_of(requests * passes, card, columns)].requests >= requests * passes, (length, requests)
+            assert made[block_kind(requests * passes, inputs, columns)].requests >= requests * passes, (
+                length,
+                requests,
+            )
 
 
 @pytest.mark.parametrize("requests", [1, 4, 32, 128])
 def test_grid_of_teams(requests: int) -> None:
     """A block has a warp for each group of 32 channels, whether it writes the output or not."""
-    card = Card(8, 64, 132)
-    shape, resident = grid(requests, card, COLUMNS), 132 * WARPS_PER_SM[COLUMNS] // 2
+    inputs = GridInputs(8, 64, 132)
+    shape, resident = grid(requests, inputs, COLUMNS), 132 * WARPS_PER_SM[COLUMNS] // 2
     assert shape.warps == 2
     assert shape.is_final == (resident // (requests * 8) <= 8)
     blocks = requests + math.ceil(1.5 * (resident // 8)) if shape.is_final else min(128, resident // (requests * 8))

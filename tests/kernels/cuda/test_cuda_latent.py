@@ -95,7 +95,7 @@ class Case:
             self.expected += self.constant.double()
         self.table, self.start = table.to(DEVICE), start.to(DEVICE)
         self.seq_lens = torch.tensor(seq_lens, dtype=torch.int32, device=DEVICE)
-        self.shape = launch.shape_of(heads * self.longest, partitions)
+        self.shape = launch.latent_grid(heads * self.longest, partitions)
         self.output: torch.Tensor | None = None
         if not leaves_parts:
             self.output = torch.full(self.expected.shape, float("nan"), dtype=output, device=DEVICE)
@@ -124,7 +124,7 @@ class Case:
             return
         import emulated
 
-        variant = launch.Variant(
+        variant = launch.LatentVariant(
             self.heads, self.shape.rows, self.cache.shape[1], self.query.dtype, output,
             self.constant is not None, True,
         )  # fmt: skip
@@ -248,7 +248,7 @@ def test_resources(name: str, rows: int, rope_bits: int, tmp_path: Path) -> None
     from packed_kv.kernels.cuda.nvrtc import compiled_kernel
     from packed_kv.kernels.cuda.source import LATENT
 
-    variant = launch.Variant(rows, rows, 64, torch.bfloat16, torch.bfloat16, has_constant=True, has_lse=False)
+    variant = launch.LatentVariant(rows, rows, 64, torch.bfloat16, torch.bfloat16, has_constant=True, has_lse=False)
     file = tmp_path / "latent.cubin"
     file.write_bytes(
         compiled_kernel(launch.constants(latent_layout(FORMATS[name], 512, 64, rope_bits), variant), LATENT)
@@ -266,7 +266,7 @@ def test_resources_of_the_ring(shares: int, tmp_path: Path) -> None:
     from packed_kv.kernels.cuda.nvrtc import compiled_kernel
     from packed_kv.kernels.cuda.source import LATENT_RING
 
-    variant = latent_ring_launch.Variant(20, shares, 8, torch.bfloat16, torch.bfloat16, has_constant=True)
+    variant = latent_ring_launch.LatentRingVariant(20, shares, 8, torch.bfloat16, torch.bfloat16, has_constant=True)
     constants = latent_ring_launch.constants(variant)
     file = tmp_path / "latent_ring.cubin"
     file.write_bytes(compiled_kernel(constants, LATENT_RING))
@@ -277,11 +277,11 @@ def test_resources_of_the_ring(shares: int, tmp_path: Path) -> None:
 
 
 def test_shape() -> None:
-    assert launch.shape_of(16, 132) == (16, 1, 132)
-    assert launch.shape_of(20, 132) == (24, 1, 132)
-    assert launch.shape_of(25, 132) == (32, 1, 132)
-    assert launch.shape_of(66, 132) == (48, 2, 66)
-    assert launch.shape_of(128, 132) == (64, 2, 66)
+    assert launch.latent_grid(16, 132) == (16, 1, 132)
+    assert launch.latent_grid(20, 132) == (24, 1, 132)
+    assert launch.latent_grid(25, 132) == (32, 1, 132)
+    assert launch.latent_grid(66, 132) == (48, 2, 66)
+    assert launch.latent_grid(128, 132) == (64, 2, 66)
 
 
 def test_shares_of_a_merge() -> None:

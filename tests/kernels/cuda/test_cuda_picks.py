@@ -69,7 +69,7 @@ class Case:
             self.expected += self.constant
         self.heads, self.counts = heads, torch.tensor(counts, dtype=torch.int32)
         self.numbers = torch.arange(tokens + 1, dtype=torch.int32)
-        self.shape = launch.shape_of(heads, partitions)
+        self.shape = launch.latent_grid(heads, partitions)
         for name, x in vars(self).items():
             if isinstance(x, torch.Tensor):
                 setattr(self, name, x.to(DEVICE))
@@ -98,7 +98,9 @@ class Case:
         import emulated
 
         has_constant, block_size = self.constant is not None, self.cache.shape[1]
-        variant = launch.Variant(self.heads, self.shape.rows, block_size, query, output, has_constant, has_lse=True)
+        variant = launch.LatentVariant(
+            self.heads, self.shape.rows, block_size, query, output, has_constant, has_lse=True
+        )
         layer = launch.layer_arguments(self.cache, self.constant)
         emulated.run_latent(
             launch.constants(self.codec.rows, variant),

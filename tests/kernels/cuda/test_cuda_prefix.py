@@ -14,9 +14,9 @@ from packed_kv.codecs import ring as reference
 from packed_kv.codecs.ring import Ring
 from packed_kv.formats import FORMATS
 from packed_kv.kernels.cuda import COLUMNS, pass_tokens
-from packed_kv.kernels.cuda.grids import Card, card_of, has_unpackers, kinds
+from packed_kv.kernels.cuda.grids import GridInputs, block_kinds, grid_inputs, has_unpackers
 from packed_kv.kernels.cuda.kernel import Compilation, block_of, machine_code
-from packed_kv.kernels.cuda.launch import Variant, constants, pack_matrix, program
+from packed_kv.kernels.cuda.launch import PairVariant, constants, pack_matrix, program
 from packed_kv.kernels.cuda.prefix_launch import CudaPrefix, PrefixSchedules, prefix_arguments, prefix_grid
 from packed_kv.kernels.triton.means import Means
 from packed_kv.kernels.triton.rotate import rotation_matrix
@@ -114,10 +114,10 @@ def run(
     positions = torch.cat(new).to(DEVICE)
     rotate_query(query, rotation_matrix(codec.key, kv_heads), rotated_query, scale, means, positions, bias)
     page = page_layout(FORMATS[name], head_dim)
-    card = card_of(page, kv_heads, resident * kv_heads * (head_dim // 32) // 8 or 1)
-    schedules = PrefixSchedules(len(passes), card, torch.device(DEVICE))
+    inputs = grid_inputs(page, kv_heads, resident * kv_heads * (head_dim // 32) // 8 or 1)
+    schedules = PrefixSchedules(len(passes), inputs, torch.device(DEVICE))
     schedule = schedules(of_passes)
-    items = prefix_grid(len(passes), card).items
+    items = prefix_grid(len(passes), inputs).items
     assert len(schedule) == items <= schedules.items
     partial, stats = (torch.full((items, kv_heads, COLUMNS, n), float("nan"), device=DEVICE) for n in (head_dim, 2))
     output = torch.full(query.shape, float("nan"), dtype=torch.float32, device=DEVICE)
@@ -212,8 +212,8 @@ def test_recent_tokens_of_prefixes(options: dict[str, Any]) -> None:
 def test_resources(name: str, head_dim: int, centred: bool, tmp_path: Path) -> None:
     """An SM holds the warps of the grid; blocks with warps that only unpack spill nothing, and teams little."""
     page = page_layout(FORMATS[name], head_dim)
-    few, _ = kinds(Card(8, head_dim, 132, has_unpackers(page)), COLUMNS)
-    variant = Variant(
+    few, _ = block_kinds(GridInputs(8, head_dim, 132, has_unpackers(page)), COLUMNS)
+    variant = PairVariant(
         few.warps, True, COLUMNS, 16, ring_block=8, recent=64, has_bias=centred, output=torch.bfloat16,
         has_lse=True, tiles_a_block=8 * centred, has_pass_table=True,
     )  # fmt: skip

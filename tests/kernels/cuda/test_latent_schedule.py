@@ -6,8 +6,8 @@ from itertools import pairwise
 
 import pytest
 import torch
-from packed_kv.kernels.ahead import Ahead
 from packed_kv.kernels.cuda.latent_schedule import RUN_TILES, LatentScheduler
+from packed_kv.kernels.precompile import Precompiler
 from packed_kv.kernels.triton.launch import Arguments
 from schedules import LatentSchedule, reference_latent_schedule
 from test_schedule import DEVICE, batch
@@ -57,10 +57,10 @@ def test_equal_requests_are_not_cut_across() -> None:
 
 
 def test_variants_are_compiled_ahead_of_the_batches_that_take_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("packed_kv.kernels.ahead._compilations", {})  # of other tests
+    monkeypatch.setattr("packed_kv.kernels.precompile._compilations", {})  # of other tests
     scheduler, one = LatentScheduler(1030, 140, DEVICE), torch.ones(1030, dtype=torch.int32, device=DEVICE)
     assert list(scheduler.launches) == [64, 256, 1024, 2048]
-    with Ahead() as ahead:
+    with Precompiler() as ahead:
         scheduler(one[:1], 132)
         noted = set(ahead.jobs)
     for requests in (1, 64, 65, 1024, 1030):

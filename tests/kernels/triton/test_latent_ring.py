@@ -181,7 +181,7 @@ def cut_into_parts(
     requests without tokens, and the first one behind another request's or not."""
     random = torch.Generator().manual_seed(3)
     heads, counts = part.shape[1], starts.diff().tolist()
-    shape = latent_launch.Shape(16, -(-max(counts) * heads // 16), 100)
+    shape = latent_launch.LatentGrid(16, -(-max(counts) * heads // 16), 100)
     slots = torch.full((2 * shape.partitions + len(lens), shape.row_blocks * 16, 512), float("nan"))
     stats, begins, spans = slots[..., :2].clone(), [(-1, -1)] * (shape.partitions + 1), []
     for i, (number, count) in enumerate(zip((3, 1, 40, 18), counts, strict=False)):

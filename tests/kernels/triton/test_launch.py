@@ -147,8 +147,8 @@ def test_another_triton_launches_through_its_jit(
 def test_launches_are_bound_anew_for_other_tensors_alone() -> None:
     launches, made = Launches(), []
 
-    def get(name: str, held_for: int) -> int:
-        return launches.get(name, held_for, lambda: made.append((name, held_for)) or len(made))
+    def get(name: str, binding_key: int) -> int:
+        return launches.get(name, binding_key, lambda: made.append((name, binding_key)) or len(made))
 
     assert [get("a", 5), get("a", 5), get("b", 5), get("a", 6), get("a", 6), get("b", 5), get("a", 5)] == [
         1, 1, 2, 3, 3, 2, 4,

@@ -10,16 +10,16 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ...kernels.ahead import Ahead, wait_for
 from ...kernels.cpu import latent
 from ...kernels.cpu.compiler import BuildError
 from ...kernels.cpu.jobs import Largest
 from ...kernels.cpu.latent import CpuLatentPages
 from ...kernels.cpu.latent_decode import CpuLatentDecode
+from ...kernels.precompile import Precompiler, wait_for
 from ...kernels.served import ANY, CPP, Engine, Latents, who_serves
 from ..cpu import warn_of_pytorch, without_error
 from ..protocols import DecodeBatch, DecodeKernel
-from ..store import DirectStore, LatentStore
+from ..store import FunctionStore, LatentStore
 from .in_pytorch import RecentContext, ReferenceLatentPrefix
 from .kernels import LatentKernels, reference_kernels
 
@@ -106,10 +106,10 @@ def find_kernels(fmt: Format, layer: LatentLayout, engine: EngineLimits) -> Late
     def store(cache: Any, new: Any, rope: Any, slots: Any, _positions: Any, ring: Any, ring_slots: Any) -> None:
         page_kernels.store(cache, slots, new, rope, ring, ring_slots)
 
-    return LatentKernels(LatentStore(DirectStore(store), decode.kind), decode, CpuLatentPrefix(page_kernels))
+    return LatentKernels(LatentStore(FunctionStore(store), decode.kind), decode, CpuLatentPrefix(page_kernels))
 
 
 def compile_ahead() -> None:
     """Begin to compile the libraries, in another thread, while vLLM loads the model."""
-    with Ahead() as ahead:
+    with Precompiler() as ahead:
         ahead.note(LIBRARY, lambda: without_error(latent.load))

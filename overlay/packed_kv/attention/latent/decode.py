@@ -61,7 +61,7 @@ class LatentMemory:
     output: torch.Tensor
 
 
-class PageResults:
+class LatentWorkspace:
     """A layer's results over pages, which both kernels keep.
 
     `are_partial`: whether attention over pages is a part, in fp32 and with its lse: of a rank's tokens, or where the
@@ -128,7 +128,7 @@ class TritonLatents(DecodeKernel[TritonLatentStep, Attended]):
 
     def __init__(self, layer: LatentLayout) -> None:
         self.layer, self.longest = layer, layer.limits.longest_decode
-        self.results = PageResults(layer, are_partial=layer.is_shard or layer.window > 0)
+        self.results = LatentWorkspace(layer, are_partial=layer.is_shard or layer.window > 0)
         self.kind = LatentKind(False, layer.heads, layer.scale, layer.window)
         self.shape = latent_shape(layer.heads, self.longest, layer.scale)
         generation = generation_of(torch.cuda.get_device_capability(layer.codec.device))
@@ -230,14 +230,14 @@ class HopperLatents(DecodeKernel[HopperLatentStep, Attended]):
 
     def __init__(self, layer: LatentLayout) -> None:
         self.layer, self.longest = layer, layer.limits.longest_decode
-        self.results = PageResults(layer, are_partial=layer.is_shard)
+        self.results = LatentWorkspace(layer, are_partial=layer.is_shard)
         self.kind = LatentKind(True, layer.heads, layer.scale, layer.window)
         self.scheduler = LatentScheduler(layer.limits.max_requests, self.results.sm_count, layer.codec.device)
         self.bound: Launches = Launches()
 
     def _partials(self, requests: int, query_len: int) -> tuple[int]:
         """Rows of parts of results; of each request one stays a part where the launch for the ring merges them."""
-        shape = cuda.shape_of(self.layer.heads * query_len, self.results.sm_count)
+        shape = cuda.latent_grid(self.layer.heads * query_len, self.results.sm_count)
         return (shape.partial_rows(requests if self.layer.window else 0),)
 
     def reserve(self) -> None:
@@ -248,7 +248,7 @@ class HopperLatents(DecodeKernel[HopperLatentStep, Attended]):
         layer, query_len, sm_count, ring = self.layer, batch.max_query_len, self.results.sm_count, None
         memory = self.results.take(self._partials(len(batch.seq_lens), query_len), batch.tokens)
         lens = self.results.count_tokens(batch)
-        shape = cuda.shape_of(layer.heads * query_len, sm_count)
+        shape = cuda.latent_grid(layer.heads * query_len, sm_count)
         parts = cuda.Parts(shape, self.scheduler(lens, shape.partitions), memory.partial, memory.stats)
         tables = batch.block_table, batch.query_start, lens
         decode = cuda.make_step(layer.heads, query_len, layer.scale, *tables, parts, memory.lse)
@@ -264,8 +264,8 @@ class HopperLatents(DecodeKernel[HopperLatentStep, Attended]):
         """Nothing is launched between the kernel over pages and that for the ring, which begins
         early (`kernels/cuda/early_launch.py`)."""
         q_latent, q_rope = queries
-        held_for = (cache.data_ptr(), cache.stride(), q_latent.dtype)
-        decode = self.bound.get("decode", held_for, lambda: self._bind(cache, q_latent.dtype))
+        binding_key = (cache.data_ptr(), cache.stride(), q_latent.dtype)
+        decode = self.bound.get("decode", binding_key, lambda: self._bind(cache, q_latent.dtype))
         decode(step.decode, q_latent, q_rope, None if self.layer.window else step.memory.over_pages)
         if ring is not None and step.ring is not None:
             of_ring, result = ring.cache, step.memory.output

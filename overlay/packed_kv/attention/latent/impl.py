@@ -115,7 +115,7 @@ class LatentAttentionImpl(PackedLatents, MLACommonImpl[LatentMetadata]):
 
     def reserve_workspace(self) -> None:
         """Size vLLM's workspace for any batch, in its profiling run, take there the memory that ranks exchange, and
-        have kernels compiled; `wait_for_all` of `kernels/ahead.py` returns once they are."""
+        have kernels compiled; `wait_for_all` of `kernels/precompile.py` returns once they are."""
         if self.kernels is None:
             return
         self.kernels.decode.reserve()

@@ -25,8 +25,8 @@ class TritonLatentPrefix:
         recent: RecentContext | None = None,
     ) -> None:  # fmt: skip
         """See `ReferenceLatentPrefix`."""
-        held_for = (cache.data_ptr(), cache.stride(), rows.dtype)
-        launch = self.bound.get("gather", held_for, lambda: GatherLatentsLaunch(self.codec.layout, cache))
+        binding_key = (cache.data_ptr(), cache.stride(), rows.dtype)
+        launch = self.bound.get("gather", binding_key, lambda: GatherLatentsLaunch(self.codec.layout, cache))
         spans = chunk.starts, chunk.cu_seq_lens, chunk.max_seq_len
         grid, arguments = GatherLatentsLaunch.step(rows, block_table, *spans)
         launch(grid, (rows,), arguments)

@@ -266,7 +266,7 @@ class TritonSinks(LayerKernel):
         `Queries`."""
         layer, sinks = self.layer, self.layer.sinks
         assert sinks is not None
-        held_for: tuple[Any, ...] = (sinks.data_ptr(), query.stride(), query.dtype)
-        launch = self.bound.get("sinks", held_for, lambda: PickSinksLaunch(sinks, self.mean, layer.scale, query))
+        binding_key: tuple[Any, ...] = (sinks.data_ptr(), query.stride(), query.dtype)
+        launch = self.bound.get("sinks", binding_key, lambda: PickSinksLaunch(sinks, self.mean, layer.scale, query))
         grid, arguments = PickSinksLaunch.step(len(output), layer.heads)
         launch(grid, (output, query, lse), arguments)

@@ -39,7 +39,7 @@ class HopperSparse(DecodeKernel[HopperSparseStep, None]):
     def __init__(self, layer: SparseLayout, most_tokens: int) -> None:
         self.layer, self.kind, device = layer, layer.kind, layer.codec.device
         sm_count = torch.cuda.get_device_properties(device).multi_processor_count
-        self.shape = cuda.shape_of(layer.heads, sm_count)
+        self.shape = cuda.latent_grid(layer.heads, sm_count)
         self.scheduler = LatentScheduler(most_tokens, sm_count, device)
         self.numbers = torch.arange(most_tokens + 1, dtype=torch.int32, device=device)
         self.counts = torch.zeros(most_tokens, dtype=torch.int32, device=device)
@@ -69,8 +69,8 @@ class HopperSparse(DecodeKernel[HopperSparseStep, None]):
         query, rope_query, picks = queries
         assert output is not None and step.decode.step.requests == len(output), step.decode.step.requests
         assert picks.shape[1] >= self.layer.picks, (picks.shape, self.layer.picks)
-        held_for = (cache.data_ptr(), cache.stride(), query.dtype)
-        decode = self.bound.get("decode", held_for, lambda: self._bind(cache, query.dtype))
+        binding_key = (cache.data_ptr(), cache.stride(), query.dtype)
+        decode = self.bound.get("decode", binding_key, lambda: self._bind(cache, query.dtype))
         decode(step.decode, query, rope_query, output, picks)
 
     def _bind(self, cache: torch.Tensor, dtype: torch.dtype) -> cuda_picks.CudaPickDecode:

@@ -16,7 +16,7 @@ from vllm.platforms import current_platform
 from vllm.v1.attention.backend import AttentionCGSupport, CommonAttentionMetadata
 from vllm.v1.kv_cache_interface import AttentionSpec
 
-from ...kernels.ahead import wait_for_all
+from ...kernels.precompile import wait_for_all
 from ...vllm_compat import sparse_workspace_contexts
 from ..metadata import check_batch
 from ..protocols import DecodeBatch

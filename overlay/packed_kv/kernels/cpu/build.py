@@ -53,9 +53,13 @@ class Program(NamedTuple):
 SIMD = ("simd.h", "simd_avx512.h", "simd_avx2.h", "simd_neon.h")
 
 
-@functools.cache
+class _Refused(BuildError):
+    """The loader refuses a library: one of the cache may be of another machine."""
+
+
 def load_library(program: Program, constants: str, target: Target | None = None) -> ctypes.CDLL:
-    """Return a program compiled with these constants, from the cache or compiled (some seconds).
+    """Return a program compiled with these constants, from the cache or compiled (some seconds). What fails once is
+    not tried again in this process: each layer asks.
 
     Args:
         program: see `Program`.
@@ -65,7 +69,23 @@ def load_library(program: Program, constants: str, target: Target | None = None)
     Raises:
         BuildError: there is no compiler, or it fails, or what it made cannot be loaded; the message is one line.
     """
+    loaded = _load(program, constants, target)
+    if isinstance(loaded, BuildError):
+        raise loaded
+    return loaded
+
+
+@functools.cache
+def _load(program: Program, constants: str, target: Target | None) -> ctypes.CDLL | BuildError:
     _warn_of_one_thread()
+    try:
+        return _load_or_compile(program, constants, target)
+    except BuildError as error:
+        return error
+
+
+def _load_or_compile(program: Program, constants: str, target: Target | None) -> ctypes.CDLL:
+    """Raises BuildError."""
     sources = read_sources(program) | {CONSTANTS: constants}
     compiler, target = find_compiler(), target or best_target()
     flags = (*FLAGS, *program.flags, *target.flags)
@@ -76,7 +96,7 @@ def load_library(program: Program, constants: str, target: Target | None = None)
     code = load_or_compile(name, compiled)
     try:
         return _open(stem, code)
-    except BuildError as error:
+    except _Refused as error:
         if compiled.cache_info().currsize:
             raise
         logger.warning("%s of the cache is compiled again: %s", name, error)  # for instance of another C library
@@ -174,7 +194,8 @@ def _open(stem: str, code: bytes) -> ctypes.CDLL:
             path.write_bytes(code)
             return ctypes.CDLL(str(path))
     except OSError as error:
-        raise BuildError(f"the compiled {stem} cannot be loaded: {error}; {_remedy(str(error))}") from error
+        kind = BuildError if error.errno else _Refused  # the loader's errors have no number
+        raise kind(f"the compiled {stem} cannot be loaded: {error}; {_remedy(str(error))}") from error
 
 
 def _open_in_memory(stem: str, code: bytes) -> ctypes.CDLL:

@@ -17,11 +17,13 @@ def constants_header(layout: KernelLayout, rotation: str) -> str:
 
     Codes become integers: a value is level * unit * scale, and V's times the gain, too.
     """
-    words_at, halves_at, scales_at, ring = layout.words_at, layout.half_words_at, layout.scales_at, layout.ring
-    widths = sorted({group.code.bits for group in layout.groups}, reverse=True)
+    ring, vectors, key = layout.ring, (layout.key, layout.value), layout.key
+    codes_of = [[group.code for group in vector.groups] for vector in vectors]
+    assert codes_of[0] == codes_of[1], "one table of groups describes K and V"
+    widths = sorted({code.bits for code in codes_of[0]}, reverse=True)
     groups = [
         (widths.index(group.code.bits), group.word, group.sign_word, group.parity, int(group.code.has_sign_words))
-        for group in layout.groups
+        for group in key.groups
     ]
     lines = [
         "#pragma once",
@@ -34,17 +36,17 @@ def constants_header(layout: KernelLayout, rotation: str) -> str:
         "",
         "// A head's channels that are stored; words of a lane and vector, and how they lie in chunks.",
         number_line("STORED_DIM", layout.head_dim),
-        number_line("GROUPS", len(layout.groups)),
-        number_line("WORDS", layout.words),
-        number_line("CHUNKS", len(layout.chunks)),
-        numbers_line("CHUNK_WORDS", layout.chunks),
-        number_line("HAS_HALF", int(layout.has_half)),
+        number_line("GROUPS", len(key.groups)),
+        number_line("WORDS", key.words),
+        number_line("CHUNKS", len(key.chunks)),
+        numbers_line("CHUNK_WORDS", key.chunks),
+        number_line("HAS_HALF", int(key.has_half)),
         "",
         "// Bytes of a micro-block, and offsets in it, of K and of V.",
         number_line("MICRO_BLOCK_BYTES", layout.micro_block_bytes),
-        numbers_line("WORDS_AT", words_at),
-        numbers_line("HALF_WORDS_AT", halves_at),
-        numbers_line("SCALES_AT", scales_at),
+        numbers_line("WORDS_AT", [vector.words_at for vector in vectors]),
+        numbers_line("HALF_WORDS_AT", [vector.half_words_at for vector in vectors]),
+        numbers_line("SCALES_AT", [vector.scales_at for vector in vectors]),
         "",
         "// A ring slot: its bytes, and offsets in it, of K and of V.",
         number_line("RING_SLOT_BYTES", ring.slot_bytes),
@@ -52,8 +54,8 @@ def constants_header(layout: KernelLayout, rotation: str) -> str:
         numbers_line("RING_SCALES_AT", ring.scales),
         "",
         "// Runs of groups that are rotated together, in channels.",
-        number_line("SECTIONS", len(layout.sections)),
-        numbers_line("SECTION_DIMS", [GROUP_SIZE * section.groups for section in layout.sections]),
+        number_line("SECTIONS", len(key.sections)),
+        numbers_line("SECTION_DIMS", [GROUP_SIZE * section.groups for section in key.sections]),
         number_line("ROTATION", ROTATIONS.index(rotation)),
         "",
         "// Bit positions of signs by code of a lane, in a sign word of two groups, where the second's are",

@@ -204,7 +204,8 @@ def _fill_calibration(layer: Layer, codec: Codec, role: int) -> None:
 
 def _fill_pages(layer: Layer, layout: PageLayout, role: int) -> None:
     """Fill in where the words and scales of K (0) or V (1) lie."""
-    order, bits_of = PAIR[role], layout.vector.group_bits
+    order, vector = PAIR[role], layout.vectors[role]
+    bits_of = vector.group_bits
     scales_at = layout.plane(role, "scales").offset
     index = torch.arange(MICRO_BLOCK * len(bits_of)).view(MICRO_BLOCK, len(bits_of))
     byte_of = pack_scales(index, order).argsort().view(MICRO_BLOCK, len(bits_of)) + scales_at
@@ -215,8 +216,8 @@ def _fill_pages(layer: Layer, layout: PageLayout, role: int) -> None:
         layer.scale_at[role][group][:] = byte_of[:, group].tolist()
         _fill_plane(layer.plane[role][group][0], _part(bits, order, "magnitude"), word, addresses)
         if code.has_sign_words:
-            is_half = signed == 2 * layout.vector.sign_words
-            at = len(addresses) - 1 if is_half else layout.vector.code_words + signed // 2
+            is_half = signed == 2 * vector.sign_words
+            at = len(addresses) - 1 if is_half else vector.code_words + signed // 2
             plane = layer.plane[role][group][1]
             _fill_plane(plane, _part(bits, order, SIGN_VARIANTS[2 if is_half else signed % 2]), at, addresses)
             plane.is_half = is_half
@@ -248,10 +249,10 @@ def _fill_rope(layer: Layer, codec: LatentCodec) -> None:
 def _word_addresses(layout: PageLayout, role: int) -> list[list[int]]:
     """Byte offsets in a micro-block of each word of a lane, [word][lane]; last those of the half word, if there is."""
     at, words = layout.plane(role, "words").offset, []
-    for width in layout.vector.chunks:
+    for width in layout.vectors[role].chunks:
         words += [[at + 4 * (lane * width + i) for lane in range(LANES)] for i in range(width)]
         at += 4 * width * LANES
-    if layout.vector.half_words:
+    if layout.vectors[role].half_words:
         half = layout.plane(role, "half words").offset
         words.append([half + 2 * lane for lane in range(LANES)])
     return words

@@ -28,9 +28,9 @@ struct State {
     float output[OCTETS][GROUPS][2][4];  // [..][group][channels 0-15, 16-31]; rows are channels
     float maximum[OWN], total[OWN];      // of this lane's columns, see `Biases`; a total is of this lane's tokens
     float ceiling;
-    u32 watched;  // bits of scales that end the headroom; 0 once it has ended
+    u32 scale_guard;  // bits of scales that end the headroom; 0 once it has ended
 
-    INLINE State() : ceiling(0), watched(LARGE_SCALES) {
+    INLINE State() : ceiling(0), scale_guard(LARGE_SCALES) {
         for_each<OWN>([&](auto c) { maximum[c.value] = -1e30f, total[c.value] = 0; });
         for_each<OCTETS * GROUPS * 8>([&](auto i) {
             output[i.value / 8 / GROUPS][i.value / 8 % GROUPS][i.value / 4 % 2][i.value % 4] = 0;
@@ -63,7 +63,7 @@ struct Queries {
     INLINE void to_page_unit() {
         for_each<OCTETS * GROUPS>([&](auto i) {
             constexpr int octet = i.value / GROUPS, group = i.value % GROUPS;
-            constexpr float factor = SCORE_UNIT * group_layout(group).key_factor;
+            constexpr float factor = SCORE_UNIT * Key::group(group).factor;
             if constexpr (factor != 1) {
                 u32 q[4];
                 load_pairs(octet, group, q);
@@ -100,10 +100,10 @@ INLINE void online_softmax_update(State& state, const float (&scores)[TILES][SCO
     for_each<TILES * SETS>([&](auto i) { bytes |= scales[i.value / SETS][i.value % SETS]; });
     float sum = sums[0] + sums[1];
     for_each<OCTETS - 1>([&](auto o) { sum += sums[2 * o.value + 2] + sums[2 * o.value + 3]; });
-    if (any_lane((bytes & state.watched) != 0 || !(sum < state.ceiling))) {
-        if (any_lane(bytes & LARGE_SCALES)) state.watched = 0;
-        const float headroom = state.watched ? HEADROOM : -2;
-        state.ceiling = state.watched ? 16384 : 1;
+    if (any_lane((bytes & state.scale_guard) != 0 || !(sum < state.ceiling))) {
+        if (any_lane(bytes & LARGE_SCALES)) state.scale_guard = 0;
+        const float headroom = state.scale_guard ? HEADROOM : -2;
+        state.ceiling = state.scale_guard ? 16384 : 1;
         for_each<OWN>([&](auto c) {
             constexpr int r = c.value / 2 * 4 + c.value % 2;
             float top = -1e30f / score_factor;

@@ -3,22 +3,29 @@
 from __future__ import annotations
 
 from .. import units
-from ..kernel_layout import KernelLayout
+from ..kernel_layout import KernelLayout, PackedVector
 
 
 def group_constants(layout: KernelLayout) -> dict[str, object]:
-    """Return what `codes.cuh` has to know of a vector, as C++ constants; lists are without their outer braces."""
-    groups = (
-        f"{{{group.code.bits},{group.word},{group.sign_word},{group.parity},{group.key_factor}f,{group.value_factor}f}}"
-        for group in layout.groups
-    )
+    """Return what `codes.cuh` has to know of K and V, as C++ constants; lists are without their outer braces."""
     return {
         "HEAD_DIM": layout.head_dim,
-        "GROUP_TABLE": ",".join(groups),
-        "WORDS": layout.words,
-        "CHUNKS": ",".join(map(str, layout.chunks)),
-        "HAS_HALF": int(layout.has_half),
+        **_vector_constants("KEY", layout.key),
+        **_vector_constants("VALUE", layout.value),
         "MICRO_BLOCK_BYTES": layout.micro_block_bytes,
+    }
+
+
+def _vector_constants(name: str, vector: PackedVector) -> dict[str, object]:
+    groups = (
+        f"{{{group.code.bits},{group.word},{group.sign_word},{group.parity},{group.factor}f}}"
+        for group in vector.groups
+    )
+    return {
+        f"{name}_GROUPS": ",".join(groups),
+        f"{name}_WORDS": vector.words,
+        f"{name}_CHUNKS": ",".join(map(str, vector.chunks)),
+        f"{name}_HAS_HALF": int(vector.has_half),
     }
 
 

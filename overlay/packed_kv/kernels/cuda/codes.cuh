@@ -15,33 +15,50 @@ template <int COUNT, int I = 0, class Function> INLINE void for_each(Function&& 
 
 // A group of 32 channels, as kernel_layout.py describes it: a lane's code words begin at `word`; with `sign_word`, its
 // signs are there, as those of group `parity` of two (0: the signs are in the code words). Decoded codes times their
-// scale are K's values times 1 / `key_factor`, and V's times 1 / `value_factor`.
+// scale are values times 1 / `factor`.
 struct Group {
     int bits, word, sign_word, parity;
-    float key_factor, value_factor;
+    float factor;
 };
-constexpr Group group_layout(int group) {
-    constexpr Group groups[] = {GROUP_TABLE};
-    return groups[group];
-}
 constexpr int GROUPS = HEAD_DIM / 32;
 
-// The words of a lane for one vector: code words, sign words, and a half word of signs if there is one.
-struct Words { u32 word[WORDS + HAS_HALF]; };
+// How K and V are packed: their groups, and the widths of the chunks that a lane's words lie in, code words, then sign
+// words; whether a half word of signs follows. A latent is both.
+struct Key {
+    static constexpr int WORDS = KEY_WORDS, HAS_HALF = KEY_HAS_HALF;
+    static constexpr Group group(int number) {
+        constexpr Group groups[] = {KEY_GROUPS};
+        return groups[number];
+    }
+    static constexpr int chunk_width(int chunk) {
+        constexpr int widths[] = {KEY_CHUNKS};
+        return widths[chunk];
+    }
+};
+struct Value {
+    static constexpr int WORDS = VALUE_WORDS, HAS_HALF = VALUE_HAS_HALF;
+    static constexpr Group group(int number) {
+        constexpr Group groups[] = {VALUE_GROUPS};
+        return groups[number];
+    }
+    static constexpr int chunk_width(int chunk) {
+        constexpr int widths[] = {VALUE_CHUNKS};
+        return widths[chunk];
+    }
+};
 
-constexpr int chunk_width(int chunk) {
-    constexpr int widths[] = {CHUNKS};
-    return widths[chunk];
-}
+// The words of a lane for one vector: code words, sign words, and a half word of signs if there is one.
+template <class Vector> struct Words { u32 word[Vector::WORDS + Vector::HAS_HALF]; };
 template <int WIDTH> INLINE void load_chunk(u32* words, u32 address, int lane) {
     const u32 own = address + 4 * WIDTH * lane;
     if constexpr (WIDTH == 4) load_shared_4(own, words);
     else if constexpr (WIDTH == 2) load_shared_2(own, words);
     else *words = load_shared(own);
 }
-template <int CHUNK = 0, int START = 0> INLINE void load_chunks(Words& words, u32 address, int lane) {
-    if constexpr (START < WORDS) {
-        constexpr int width = chunk_width(CHUNK);
+template <int CHUNK = 0, int START = 0, class Vector>
+INLINE void load_chunks(Words<Vector>& words, u32 address, int lane) {
+    if constexpr (START < Vector::WORDS) {
+        constexpr int width = Vector::chunk_width(CHUNK);
         load_chunk<width>(words.word + START, address + 128 * START, lane);
         load_chunks<CHUNK + 1, START + width>(words, address, lane);
     }
@@ -53,23 +70,23 @@ INLINE u32 load_half_word(u32 half_words, int lane) {
 }
 
 // Loads a lane's words from the addresses of the words and half words of a vector.
-INLINE void load_words(Words& words, u32 address, u32 half_words, int lane) {
+template <class Vector> INLINE void load_words(Words<Vector>& words, u32 address, u32 half_words, int lane) {
     load_chunks(words, address, lane);
-    if constexpr (HAS_HALF) words.word[WORDS] = load_half_word(half_words, lane);
+    if constexpr (Vector::HAS_HALF) words.word[Vector::WORDS] = load_half_word(half_words, lane);
 }
 
 // Loads the words of one group; the others of `words` may stay undefined.
-template <int GROUP, int CHUNK = 0, int START = 0>
-INLINE void load_group_words(Words& words, u32 address, u32 half_words, int lane) {
-    constexpr Group group = group_layout(GROUP);
-    if constexpr (START < WORDS) {
-        constexpr int width = chunk_width(CHUNK), end = START + width;
+template <int GROUP, int CHUNK = 0, int START = 0, class Vector>
+INLINE void load_group_words(Words<Vector>& words, u32 address, u32 half_words, int lane) {
+    constexpr Group group = Vector::group(GROUP);
+    if constexpr (START < Vector::WORDS) {
+        constexpr int width = Vector::chunk_width(CHUNK), end = START + width;
         constexpr bool has_codes = group.word < end && group.word + (group.bits == 4) >= START;
         constexpr bool has_signs = group.bits == 3 && group.sign_word >= START && group.sign_word < end;
         if constexpr (has_codes || has_signs) load_chunk<width>(words.word + START, address + 128 * START, lane);
         load_group_words<GROUP, CHUNK + 1, end>(words, address, half_words, lane);
-    } else if constexpr (HAS_HALF && group.bits == 3 && group.sign_word == WORDS) {
-        words.word[WORDS] = load_half_word(half_words, lane);
+    } else if constexpr (Vector::HAS_HALF && group.bits == 3 && group.sign_word == Vector::WORDS) {
+        words.word[Vector::WORDS] = load_half_word(half_words, lane);
     }
 }
 
@@ -120,8 +137,9 @@ INLINE void decode_2_bits(u32 word, u32* pairs, const Tables& tables) {
     });
 }
 
-template <int GROUP> INLINE void decode_group(const Words& words, u32* pairs, const Tables& tables) {
-    constexpr Group group = group_layout(GROUP);
+template <int GROUP, class Vector>
+INLINE void decode_group(const Words<Vector>& words, u32* pairs, const Tables& tables) {
+    constexpr Group group = Vector::group(GROUP);
     static_assert(group.bits == 4 || group.bits == 3 || group.bits == 2, "there is a decoder for the width");
     if constexpr (group.bits == 4) {
         decode_4_bits(words.word[group.word], pairs, tables);

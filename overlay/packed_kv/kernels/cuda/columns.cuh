@@ -105,7 +105,7 @@ struct Biases {
         return TILES_A_BLOCK ? min((u32)tile / DIVISOR + 1, a.bias_stride - 1) : 1;
     }
     // Makes the maximum one for tile `to` that is one for tile `from`.
-    INLINE void go_on(const Arguments& a, float (&maxima)[OWN], int from, int to) const {
+    INLINE void rebase_maxima(const Arguments& a, float (&maxima)[OWN], int from, int to) const {
         if constexpr (!HAS_BIAS || !TILES_A_BLOCK) return;
         const u32 old = element(a, from), now = element(a, to);
         if (old != now) for_each<OWN>([&](auto c) {
@@ -113,7 +113,7 @@ struct Biases {
         });
     }
     // Makes the maximum one of whole scores that is one for `tile`.
-    INLINE void make_whole(const Arguments& a, float (&maxima)[OWN], int tile) const {
+    INLINE void restore_maxima(const Arguments& a, float (&maxima)[OWN], int tile) const {
         if constexpr (HAS_BIAS)
             for_each<OWN>([&](auto c) { maxima[c.value] += load(a, c.value, element(a, tile)); });
     }

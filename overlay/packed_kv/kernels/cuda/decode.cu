@@ -10,7 +10,7 @@
 //
 // `launch.py` defines:
 //
-//   HEAD_DIM, GROUP_TABLE, WORDS, CHUNKS, HAS_HALF, MICRO_BLOCK_BYTES, *_AT, RING_SLOT_BYTES, SCORE_UNIT
+//   HEAD_DIM, {KEY,VALUE}_{GROUPS,WORDS,CHUNKS,HAS_HALF}, MICRO_BLOCK_BYTES, *_AT, RING_SLOT_BYTES, SCORE_UNIT
 //                                       the fields of `KernelLayout`; *_AT are offsets in a micro-block or ring slot
 //   TABLE_*, *_3, *_2                   values of `units.py`
 //   KV_HEADS, QUERY_GROUP               KV heads, and query heads per KV head

@@ -8,7 +8,7 @@ namespace narrow {
 INLINE void finish(State& state) {
     for_each<OCTETS * GROUPS * 8>([&](auto i) {
         constexpr int group = i.value / 8 % GROUPS;
-        constexpr float factor = group_layout(group).value_factor;
+        constexpr float factor = Value::group(group).factor;
         state.output[i.value / 8 / GROUPS][group][i.value / 4 % 2][i.value % 4] *= factor;
     });
     for_each<OWN>([&](auto c) {

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 
 from ...formats import GROUP_SIZE
+from ...gpu_generations import generation_of
 from ...layout import PageLayout
 from ..kernel_layout import kernel_layout
 from . import COLUMNS, pass_tokens
@@ -17,10 +18,17 @@ COLUMN_COUNTS = (4, 8, 16, 32, COLUMNS)
 """The columns that kernels are compiled for. Beyond the last, query tokens take several passes over the keys."""
 NARROW = 32
 """The most columns that warps serve alone. Beyond, a block's warps share one unpacking (`wide.cuh`, `roles.cuh`)."""
-WARPS_PER_SM = {4: 16, 8: 16, 16: 8, 32: 8, 64: 8}
-"""Warps that an SM holds, by columns: their registers decide."""
-UNPACKERS, ATTENDERS_PER_SM = 4, 8
-"""Warps of a block that only unpack, where it has any (`roles.cuh`), and the others that an SM holds then."""
+REGISTERS = {4: 128, 8: 128, 16: 255, 32: 255, 64: 255}
+"""Registers of a lane, by columns, that the kernels are compiled to fit."""
+ROLE_REGISTERS = 128
+"""Likewise of blocks with warps that only unpack, on average: these leave some of theirs to the warps that attend."""
+HOPPER = generation_of((9, 0))
+WARPS_PER_SM = {columns: HOPPER.resident_warps(registers) for columns, registers in REGISTERS.items()}
+"""Warps that an SM holds, by columns."""
+UNPACKERS = 4
+"""Warps of a block that only unpack, where it has any (`roles.cuh`): as many as attend."""
+ATTENDERS_PER_SM = HOPPER.resident_warps(ROLE_REGISTERS) // 2
+"""Warps that attend beside these and that an SM holds."""
 MAX_FINAL_BLOCKS = 8
 """Resident blocks per (request, KV head) pair up to which blocks write the output. Beyond, a warp has so few tiles that
 combining several warps costs more than a second launch: blocks of one warp write partial results for `merge`."""
@@ -40,7 +48,7 @@ class Grid(NamedTuple):
     is_final: bool
 
 
-class Card(NamedTuple):
+class GridInputs(NamedTuple):
     """Numbers that decide how many blocks run at a time: KV heads of this rank, channels of a head, SMs, and whether
     blocks of many columns have warps that only unpack (`has_unpackers`)."""
 
@@ -54,12 +62,12 @@ class Card(NamedTuple):
         return ATTENDERS_PER_SM if self.unpackers and columns > NARROW else WARPS_PER_SM[columns]
 
 
-def card_of(page: PageLayout, kv_heads: int, sm_count: int) -> Card:
-    """Return the `Card` of `sm_count` SMs for layers with such pages."""
-    return Card(kv_heads, kernel_layout(page).head_dim, sm_count, has_unpackers(page))
+def grid_inputs(page: PageLayout, kv_heads: int, sm_count: int) -> GridInputs:
+    """Return the `GridInputs` of `sm_count` SMs for layers with such pages."""
+    return GridInputs(kv_heads, kernel_layout(page).head_dim, sm_count, has_unpackers(page))
 
 
-class Kind(NamedTuple):
+class BlockKind(NamedTuple):
     """Blocks that write the output: their warps, how many warps an SM holds, and whether requests are cut as stream-K
     does."""
 
@@ -67,36 +75,36 @@ class Kind(NamedTuple):
     warps_per_sm: int
     stream_k: bool
 
-    def resident(self, card: Card) -> int:
+    def resident(self, inputs: GridInputs) -> int:
         """Return how many blocks the card runs at a time, per KV head."""
-        return max(1, card.sm_count * self.warps_per_sm // self.warps // card.kv_heads)
+        return max(1, inputs.sm_count * self.warps_per_sm // self.warps // inputs.kv_heads)
 
 
-def kinds(card: Card, columns: int) -> tuple[Kind, Kind]:
+def block_kinds(inputs: GridInputs, columns: int) -> tuple[BlockKind, BlockKind]:
     """Return the blocks of batches of up to two requests per resident block, and those of larger ones.
 
     There, smaller blocks leave less of the card idle (an H200 at 128 x 2048 and 4 columns: 81 us instead of 88).
     """
-    most = card.warps_per_sm(columns)
-    few, many = (most // 2, 2 if columns == 16 else 4) if columns <= NARROW else (card.head_dim // GROUP_SIZE,) * 2
-    return Kind(few, most, stream_k=True), Kind(many, most, stream_k=False)
+    most = inputs.warps_per_sm(columns)
+    few, many = (most // 2, 2 if columns == 16 else 4) if columns <= NARROW else (inputs.head_dim // GROUP_SIZE,) * 2
+    return BlockKind(few, most, stream_k=True), BlockKind(many, most, stream_k=False)
 
 
-def kind_of(requests: int, card: Card, columns: int) -> Kind:
+def block_kind(requests: int, inputs: GridInputs, columns: int) -> BlockKind:
     """Return the blocks that serve a number of requests, each counted once per pass."""
-    few, many = kinds(card, columns)
-    return few if requests <= 2 * few.resident(card) else many
+    few, many = block_kinds(inputs, columns)
+    return few if requests <= 2 * few.resident(inputs) else many
 
 
-def grid(requests: int, card: Card, columns: int) -> Grid:
+def grid(requests: int, inputs: GridInputs, columns: int) -> Grid:
     """Return the grid for a number of requests, each counted once per pass.
 
     It depends on no sequence length, so a CUDA graph can hold it.
     """
-    kind, pairs = kind_of(requests, card, columns), requests * card.kv_heads
-    blocks = card.sm_count * kind.warps_per_sm // kind.warps
+    kind, pairs = block_kind(requests, inputs, columns), requests * inputs.kv_heads
+    blocks = inputs.sm_count * kind.warps_per_sm // kind.warps
     if blocks // pairs <= MAX_FINAL_BLOCKS:
-        return Grid(kind.warps, item_count(requests, kind.resident(card)), True)
+        return Grid(kind.warps, item_count(requests, kind.resident(inputs)), True)
     if columns <= NARROW:
         return Grid(1, min(MAX_SPLITS, blocks * kind.warps // pairs), False)
     return Grid(kind.warps, min(MAX_SPLITS, blocks // pairs), False)
@@ -105,10 +113,11 @@ def grid(requests: int, card: Card, columns: int) -> Grid:
 def has_unpackers(page: PageLayout) -> bool:
     """Return whether blocks of more than `NARROW` columns have warps that only unpack (`roles.cuh`)."""
     layout = kernel_layout(page)
-    return layout.head_dim == 128 and all(group.code.bits == 4 for group in layout.groups)
+    groups = layout.key.groups + layout.value.groups
+    return layout.head_dim == 128 and all(group.code.bits == 4 for group in groups)
 
 
-def make_counters(requests: int, card: Card, columns: Mapping[int, int], device: torch.device) -> torch.Tensor:
+def make_counters(requests: int, inputs: GridInputs, columns: Mapping[int, int], device: torch.device) -> torch.Tensor:
     """Return int32 zeros that count the finished parts of each (request, KV head) pair in batches of up to `requests`
     with any of these columns and their passes.
 
@@ -116,26 +125,26 @@ def make_counters(requests: int, card: Card, columns: Mapping[int, int], device:
     because the launches of one stream do not overlap.
     """
     most = max(
-        item_count(requests * passes, kind.resident(card))
+        item_count(requests * passes, kind.resident(inputs))
         for count, passes in columns.items()
-        for kind in kinds(card, count)
+        for kind in block_kinds(inputs, count)
     )
-    return torch.zeros(most * card.kv_heads, dtype=torch.int32, device=device)
+    return torch.zeros(most * inputs.kv_heads, dtype=torch.int32, device=device)
 
 
 def make_schedulers(
-    requests: int, card: Card, columns: Mapping[int, int], device: torch.device, thirds: int = 2
-) -> dict[Kind, Scheduler]:
+    requests: int, inputs: GridInputs, columns: Mapping[int, int], device: torch.device, thirds: int = 2
+) -> dict[BlockKind, Scheduler]:
     """Return the schedulers for batches of up to `requests`, of these columns and their passes. `thirds`: see
     `Scheduler`."""
-    batches: dict[Kind, int] = {}
+    batches: dict[BlockKind, int] = {}
     for count, passes in columns.items():
-        few, many = kinds(card, count)
+        few, many = block_kinds(inputs, count)
         most = requests * passes
-        for kind, batch in ((few, min(most, 2 * few.resident(card))), (many, most)):
+        for kind, batch in ((few, min(most, 2 * few.resident(inputs))), (many, most)):
             batches[kind] = max(batch, batches.get(kind, 0))  # columns may share a kind
     return {
-        kind: Scheduler(batch, kind.resident(card), kind.warps, device, stream_k=kind.stream_k, thirds=thirds)
+        kind: Scheduler(batch, kind.resident(inputs), kind.warps, device, stream_k=kind.stream_k, thirds=thirds)
         for kind, batch in batches.items()
     }
 

@@ -17,7 +17,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 
-from ..ahead import current, wait_for
+from ..precompile import current, wait_for
 from .source import Program
 
 Key = TypeVar("Key", bound=Hashable)
@@ -68,7 +68,7 @@ class CudaKernel(ABC, Generic[Key]):
         """Return what a variant is compiled from."""
 
     def functions_of(self, key: Key) -> tuple[Function, ...] | None:
-        """Return a variant's kernels, in the order of `Program.entries`; None in a block of `Ahead`, which launches
+        """Return a variant's kernels, in the order of `Program.entries`; None in a `Precompiler` block, which launches
         nothing."""
         functions = self.functions.get(key)
         if functions is None and current() is None:
@@ -76,7 +76,7 @@ class CudaKernel(ABC, Generic[Key]):
         return functions
 
     def compile(self, keys: Iterable[Key]) -> None:
-        """Compile and load variants, so that no step waits for them. In a block of `Ahead`, note them."""
+        """Compile and load variants, so that no step waits for them. In a `Precompiler` block, note them."""
         for key in keys:
             if (ahead := current()) is None:
                 self.functions_of(key)

@@ -7,7 +7,7 @@
 // No bulk copy is issued. Threads store tiles, which products read: behind EMPTY, at which the warps that add values arrive
 // once their products have ended (`wgmma_wait`).
 #pragma once
-#include "latent_rows.cuh"
+#include "latent_queries.cuh"
 
 namespace wide {
 

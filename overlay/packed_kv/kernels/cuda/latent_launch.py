@@ -27,7 +27,7 @@ MOST_SHARES = 8
 """Shares of a row's parts for which a block of the merge has threads and shared memory."""
 
 
-class Shape(NamedTuple):
+class LatentGrid(NamedTuple):
     """Cut of a batch: `row_blocks` blocks of `rows` rows each, `partitions` runs of tiles for each of them."""
 
     rows: int
@@ -40,8 +40,8 @@ class Shape(NamedTuple):
         return (self.partitions * 2 + requests) * self.row_blocks * self.rows
 
 
-def shape_of(rows: int, sm_count: int) -> Shape:
-    """Return the shape for the most rows of a request. It depends on no length, so a CUDA graph can hold it.
+def latent_grid(rows: int, sm_count: int) -> LatentGrid:
+    """Return the grid for the most rows of a request. It depends on no length, so a CUDA graph can hold it.
 
     Args:
         rows: query heads times query tokens of a request, at most `LATENT_ROWS`.
@@ -50,10 +50,10 @@ def shape_of(rows: int, sm_count: int) -> Shape:
     assert 0 < rows <= LATENT_ROWS, rows
     row_blocks = -(-rows // BLOCK_ROWS[-1])
     own = next(n for n in BLOCK_ROWS if n * row_blocks >= rows)
-    return Shape(own, row_blocks, max(sm_count // row_blocks, 1))
+    return LatentGrid(own, row_blocks, max(sm_count // row_blocks, 1))
 
 
-class Variant(NamedTuple):
+class LatentVariant(NamedTuple):
     """Variant that the kernel is compiled for, with the page's layout; `rows` is of a thread block. `output` None: all
     results stay partial."""
 
@@ -66,7 +66,7 @@ class Variant(NamedTuple):
     has_lse: bool
 
 
-def constants(page: PageLayout | RowLayout, variant: Variant) -> dict[str, str]:
+def constants(page: PageLayout | RowLayout, variant: LatentVariant) -> dict[str, str]:
     """Return the definitions that `latent.cu` is compiled with, for pages of micro-blocks or of latent rows."""
     if isinstance(page, RowLayout):
         rows = latent_row_layout(page)
@@ -114,7 +114,7 @@ class Step(NamedTuple):
     """A step's part of the launches, which its layers share: arguments, and the grids of the two launches."""
 
     arguments: bytes
-    shape: Shape
+    grid: LatentGrid
     max_query_len: int
     requests: int
     merge_shares: int
@@ -123,11 +123,11 @@ class Step(NamedTuple):
 class Parts(NamedTuple):
     """Memory of a step's partial results.
 
-    `schedule`: of `LatentScheduler`, for `shape.partitions`. `output`, `stats`: fp32 with room for
-    [shape.partial_rows(..), 512] and [.., 2], contiguous.
+    `schedule`: of `LatentScheduler`, for `grid.partitions`. `output`, `stats`: fp32 with room for
+    [grid.partial_rows(..), 512] and [.., 2], contiguous.
     """
 
-    shape: Shape
+    grid: LatentGrid
     schedule: tuple[torch.Tensor, torch.Tensor]
     output: torch.Tensor
     stats: torch.Tensor
@@ -146,22 +146,22 @@ def make_step(
         block_table: int32 [requests, blocks].
         query_start: int32 [requests + 1], first query token of each request, and their number.
         seq_lens: int32 [requests], tokens in the cache, those of the query included; 0: the request is left out.
-        parts: of the batch, for the shape of `shape_of(heads * max_query_len, ...)`.
+        parts: of the batch, for the grid of `latent_grid(heads * max_query_len, ...)`.
         lse: fp32 [tokens, heads], contiguous: filled with the natural log-sum-exps of the scores; None: not wanted.
     """
-    shape, partial_rows = parts.shape, parts.shape.partial_rows()
+    grid, partial_rows = parts.grid, parts.grid.partial_rows()
     check_int32(block_table, query_start, seq_lens, *parts.schedule)
     assert parts.output.dtype == parts.stats.dtype == torch.float32
     assert parts.output.numel() >= partial_rows * RANK and parts.stats.numel() >= partial_rows * 2
-    assert parts.schedule[0].shape == (shape.partitions + 1, 2), parts.schedule[0].shape
+    assert parts.schedule[0].shape == (grid.partitions + 1, 2), parts.schedule[0].shape
     assert lse is None or lse.is_contiguous(), lse.stride()
     tensors = (block_table, query_start, seq_lens, *parts.schedule, parts.output, parts.stats, lse)
     rows = heads * max_query_len
     factor = scale * LOG2_E * LATENT_DIVISOR / QUERY_FACTOR
     addresses = (0 if x is None else x.data_ptr() for x in tensors)
-    shares = merge_shares(shape.partitions, len(seq_lens))
+    shares = merge_shares(grid.partitions, len(seq_lens))
     arguments = STEP_ARGUMENTS.pack(*addresses, block_table.stride(0), rows, factor, shares)
-    return Step(arguments, shape, max_query_len, len(seq_lens), shares)
+    return Step(arguments, grid, max_query_len, len(seq_lens), shares)
 
 
 def call_arguments(output: torch.Tensor | None, query: torch.Tensor, rope_query: torch.Tensor) -> bytes:
@@ -213,7 +213,7 @@ class CudaLatentDecode(CudaKernel[int]):
         super().__init__(self.step_bytes, layer_arguments(cache, constant), cache.device.index)
 
     def __call__(self, step: Step, query: torch.Tensor, rope_query: torch.Tensor, output: torch.Tensor | None) -> None:
-        """Launch on the current stream; in a block of `Ahead`, do nothing.
+        """Launch on the current stream; in a `Precompiler` block, do nothing.
 
         Args:
             step: of `make_step`.
@@ -229,7 +229,7 @@ class CudaLatentDecode(CudaKernel[int]):
 
     def _launch(self, step: Step, arguments: bytes) -> None:
         """Launch with these arguments before those of the layer."""
-        rows, row_blocks, partitions = step.shape
+        rows, row_blocks, partitions = step.grid
         functions = self.functions_of(rows)
         if functions is None:
             return
@@ -246,16 +246,16 @@ class CudaLatentDecode(CudaKernel[int]):
                 merge.launch(merge.kernel, grid, threads, size, stream, self.address)
 
     def compile_variants(self, longest_decode: int) -> None:
-        """Compile and load every variant that a step may need, so that no step waits for one. In a block of `Ahead`,
+        """Compile and load every variant that a step may need, so that no step waits for one. In a `Precompiler` block,
         note them.
 
         Args:
             longest_decode: most query tokens of a request, drafts included.
         """
-        self.compile({shape_of(self.heads * length, 1).rows for length in range(1, longest_decode + 1)})
+        self.compile({latent_grid(self.heads * length, 1).rows for length in range(1, longest_decode + 1)})
 
     def compilation(self, key: int) -> Compilation:
         """Return what a variant is compiled from."""
         has_constant = self.constant is not None
-        variant = Variant(self.heads, key, self.block_size, self.query, self.output, has_constant, self.has_lse)
+        variant = LatentVariant(self.heads, key, self.block_size, self.query, self.output, has_constant, self.has_lse)
         return Compilation.of(LATENT_PROGRAM, constants(self.page, variant))

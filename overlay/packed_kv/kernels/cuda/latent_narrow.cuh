@@ -4,7 +4,7 @@
 // Two warpgroups have every second tile of a run each: unpacked codes are the left operand of S' as they lie in registers,
 // and go to shared memory for O', which the third makes.
 #pragma once
-#include "latent_rows.cuh"
+#include "latent_queries.cuh"
 
 namespace narrow {
 

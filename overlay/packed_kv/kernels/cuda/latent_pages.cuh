@@ -54,7 +54,7 @@ struct Reader {
 // A lane's raw bytes of blocks FIRST to LAST - 1 of 16 tokens, its row of which are r and r + 8. A source is a `Reader`, or
 // has the like of its `load` and `stored_bytes`.
 template <int FIRST, int LAST> struct PageBytes {
-    Words words;
+    Words<Key> words;
     u32 scales[8], kept;
 
     template <class Source> INLINE void load(const Source& source, int lane) {
@@ -69,7 +69,7 @@ template <int FIRST, int LAST> struct PageBytes {
         const u32 word = scales[BLOCK] & kept;
         for_each<2>([&](auto i) {
             constexpr int group = 2 * BLOCK + i.value;
-            constexpr float factor = group_layout(group).key_factor / LATENT_DIVISOR_F;
+            constexpr float factor = Key::group(group).factor / LATENT_DIVISOR_F;
             u32 pairs[8];
             decode_group<group>(words, pairs, tables);
             const u32 gain = to_halves(factor, factor);

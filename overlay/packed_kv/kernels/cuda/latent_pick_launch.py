@@ -13,7 +13,7 @@ import torch
 
 from ...layout import RowLayout
 from ..checks import check_int32
-from .latent_launch import CudaLatentDecode, Parts, Step, call_arguments, make_step, shape_of
+from .latent_launch import CudaLatentDecode, Parts, Step, call_arguments, latent_grid, make_step
 
 MAX_BYTES = (1 << 32) * 16
 """Bytes that a layer's blocks must span less than: the kernel numbers rows by 16 bytes in words of 32 bits."""
@@ -36,7 +36,7 @@ def make_pick_step(
     """Return a step. It has addresses: keep the tensors.
 
     Args:
-        heads, scale, parts, lse: see `make_step`; the shape is `shape_of(heads, ...)`.
+        heads, scale, parts, lse: see `make_step`; the grid is `latent_grid(heads, ...)`.
         block_table: int32 [requests, blocks].
         requests: int32 [tokens], rows of the block table that query tokens belong to.
         numbers: int32 [tokens + 1], 0 to `tokens`.
@@ -79,7 +79,7 @@ class CudaPickDecode(CudaLatentDecode):
     def __call__(  # type: ignore[override]
         self, step: PickStep, query: torch.Tensor, rope_query: torch.Tensor, output: torch.Tensor, picks: torch.Tensor
     ) -> None:
-        """Launch on the current stream; in a block of `Ahead`, do nothing.
+        """Launch on the current stream; in a `Precompiler` block, do nothing.
 
         Args:
             step: of `make_pick_step`.
@@ -95,4 +95,4 @@ class CudaPickDecode(CudaLatentDecode):
 
     def compile_variants(self, longest_decode: int = 1) -> None:
         """Compile and load the variant; see `CudaLatentDecode.compile_variants`. A request is one query token."""
-        self.compile({shape_of(self.heads, 1).rows})
+        self.compile({latent_grid(self.heads, 1).rows})

@@ -78,7 +78,7 @@ struct Reader {
 
 // A lane's raw bytes of blocks FIRST to LAST - 1 of its rows r and r + 8.
 template <int FIRST, int LAST> struct RowBytes {
-    Words words[2];
+    Words<Key> words[2];
     u32 scales[2][4], kept[2];
 
     template <class Source> INLINE void load(const Source& source, int lane) {
@@ -92,7 +92,7 @@ template <int FIRST, int LAST> struct RowBytes {
     }
     // 64 channels of the lane's two tokens: the left operands of four products.
     template <int BLOCK> INLINE void decode(const Tables& tables, u32 (&f)[16]) const {
-        constexpr float factor = group_layout(BLOCK).key_factor / LATENT_DIVISOR_F;
+        constexpr float factor = Key::group(BLOCK).factor / LATENT_DIVISOR_F;
         const u32 gain = to_halves(factor, factor);
         u32 pairs[2][8], word[2];
         for_each<2>([&](auto n3) {

@@ -16,12 +16,17 @@
 //
 // `latent_ring_launch.py` defines:
 //
+//   RANK, ROPE_DIM              channels of a latent, and RoPE's
+//   SLOT_BYTES, SCALES_AT       bytes of a token in the ring, codes first, and before its scales
 //   HEADS, SHARES               query heads; shares of the channels, 1, 2, 4 or 8
 //   RING_BLOCK                  tokens of a block of the ring
 //   QUERY                       dtype of queries: 0 is fp16, 1 bf16
 //   OUTPUT                      dtype of outputs: 0 is fp16, 1 bf16, 2 fp32
 //   HAS_CONSTANT                whether a constant is added to outputs
 //   LATENT_DIVISOR              what latents in parts are divided by
+//
+// `codes.cuh` and `ring.cuh` are not for this kernel: they know the widths of pages, of which there are many, and of
+// these only K and V of heads; the ring is the same for all dtypes, and its kernel is compiled once.
 #include "ptx.cuh"
 
 struct Arguments {
@@ -49,8 +54,7 @@ struct Arguments {
     unsigned block_stride;
 };
 
-constexpr int RANK = 512, ROPE_DIM = 64, GROUPS = (RANK + ROPE_DIM) / 32, HALF = GROUPS / 2;
-constexpr int SCALES_AT = RANK + ROPE_DIM, SLOT_BYTES = (SCALES_AT + GROUPS + 7) / 8 * 8;
+constexpr int GROUPS = (RANK + ROPE_DIM) / 32, HALF = GROUPS / 2;
 constexpr int TILE = 64, WARPS = 8, OWN_GROUPS = RANK / 32 / SHARES;
 constexpr int TOKEN_BYTES = SLOT_BYTES + 8, SCORE_WORDS = TILE + 8;  // of rows in shared memory; no conflicts of banks
 constexpr int QUERY_BYTES = (RANK + ROPE_DIM) * 2 + 16, CHANNELS = RANK / SHARES;
@@ -65,7 +69,7 @@ struct SharedMemory {
     u8 weights[TILE / 16][512];        // fp16, as left operands of 16 tokens
     float rows[16][4];                 // by what sums shrink, maximum, total
 };
-static_assert(HALF * 2 == GROUPS, "shape");
+static_assert(HALF * 2 == GROUPS && RANK == 512 && SLOT_BYTES % 8 == 0, "shape");
 constexpr float MASKED = -1.0e30f;
 
 // Two channels as fp16.

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 
 from ...codecs.ring import Ring
-from ...layout import ring_slot_bytes
+from ...layout import ring_layout, ring_slot_bytes
 from ..checks import check_int32, check_ring
 from ..units import LOG2_E
 from . import LATENT
@@ -23,7 +23,7 @@ SHARES = (1, 2, 4, 8)
 """Blocks that a tile of rows may have: each makes all its scores, and the outputs of a share of the channels."""
 
 
-class Variant(NamedTuple):
+class LatentRingVariant(NamedTuple):
     """Variant that the kernel is compiled for."""
 
     heads: int
@@ -34,9 +34,14 @@ class Variant(NamedTuple):
     has_constant: bool
 
 
-def constants(variant: Variant) -> dict[str, str]:
+def constants(variant: LatentRingVariant) -> dict[str, str]:
     """Return the definitions that `latent_ring.cu` is compiled with."""
+    ring = ring_layout(RANK + ROPE_DIM, 1)
     values: dict[str, object] = {
+        "RANK": RANK,
+        "ROPE_DIM": ROPE_DIM,
+        "SLOT_BYTES": ring.slot_bytes,
+        "SCALES_AT": ring.scales[0],
         "HEADS": variant.heads,
         "SHARES": variant.shares,
         "RING_BLOCK": variant.block_size,
@@ -82,10 +87,10 @@ def make_step(
     """
     table, requests = ring.block_table, len(seq_lens)
     check_int32(table, query_start, seq_lens, page_lens)
-    assert parts.output.numel() >= parts.shape.partial_rows(requests) * RANK, parts.output.shape
+    assert parts.output.numel() >= parts.grid.partial_rows(requests) * RANK, parts.output.shape
     tiles = -(-heads * max_query_len // TILE_ROWS)
     tensors = (table, query_start, seq_lens, page_lens, parts.output, parts.stats, *parts.schedule)
-    sizes = table.stride(0), parts.shape.partitions, parts.shape.row_blocks * parts.shape.rows
+    sizes = table.stride(0), parts.grid.partitions, parts.grid.row_blocks * parts.grid.rows
     arguments = STEP_ARGUMENTS.pack(*(x.data_ptr() for x in tensors), *sizes, scale * LOG2_E)
     return Step(arguments, (tiles, requests, shares_of(heads * max_query_len * requests, sm_count)))
 
@@ -116,12 +121,12 @@ class CudaLatentRing(CudaKernel[int]):
         self, ring: torch.Tensor, heads: int, query: torch.dtype, output: torch.dtype, inverse_gain: torch.Tensor,
         constant: torch.Tensor | None,
     ) -> None:  # fmt: skip
-        self.widest = Variant(heads, SHARES[0], ring.shape[2], query, output, constant is not None)
+        self.widest = LatentRingVariant(heads, SHARES[0], ring.shape[2], query, output, constant is not None)
         self.layer, self.kept = layer_arguments(ring, inverse_gain, constant), (inverse_gain, constant)
         super().__init__(CALL_ARGUMENTS.size + STEP_ARGUMENTS.size, self.layer, ring.device.index)
 
     def __call__(self, step: Step, query: torch.Tensor, rope_query: torch.Tensor, output: torch.Tensor) -> None:
-        """Launch on the current stream; in a block of `Ahead`, do nothing.
+        """Launch on the current stream; in a `Precompiler` block, do nothing.
 
         Args:
             step: of `make_step`.
@@ -141,11 +146,11 @@ class CudaLatentRing(CudaKernel[int]):
             )
 
     def compile_variants(self) -> None:
-        """Compile and load every variant that a step may need, so that no step waits for one. In a block of `Ahead`,
+        """Compile and load every variant that a step may need, so that no step waits for one. In a `Precompiler` block,
         note them."""
         self.compile(SHARES)
 
-    def variant(self, shares: int) -> Variant:
+    def variant(self, shares: int) -> LatentRingVariant:
         """Return the variant that blocks of so many shares need."""
         return self.widest._replace(shares=shares)
 

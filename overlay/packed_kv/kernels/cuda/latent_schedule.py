@@ -17,8 +17,8 @@ import triton
 import triton.language as tl
 
 from .. import power_of_2
-from ..ahead import current
 from ..checks import check_int32
+from ..precompile import current
 from ..triton.launch import Arguments, Launch
 
 TILE_TOKENS = 64
@@ -106,7 +106,7 @@ class LatentScheduler:
     def __call__(self, seq_lens: torch.Tensor, partitions: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return `begins`, int32 [partitions + 1, 2], and `spans`, int32 [requests, 2]; the next call overwrites them.
 
-        A batch takes the smallest variant that has room for it. In a block of `Ahead` all are noted.
+        A batch takes the smallest variant that has room for it. In a `Precompiler` block all are noted.
 
         Args:
             seq_lens: int32 [requests], tokens of each request.

@@ -20,7 +20,7 @@ INLINE void scale_group(const u32* first, const u32* second, u32 first_scale, u3
 // Returns whether a chunk of words has codes or signs of groups FIRST to LAST - 1.
 constexpr bool has_words(int start, int end, int first, int last) {
     for (int g = first; g < last; g++) {
-        const Group group = group_layout(g);
+        const Group group = Key::group(g);
         if (group.word < end && group.word + (group.bits == 4) >= start) return true;
         if (group.bits == 3 && group.sign_word >= start && group.sign_word < end) return true;
     }
@@ -28,9 +28,9 @@ constexpr bool has_words(int start, int end, int first, int last) {
 }
 // Loads the chunks of a lane's words that groups FIRST to LAST - 1 need. A chunk has words of LANES lanes.
 template <int FIRST, int LAST, int LANES, int CHUNK = 0, int START = 0, class Source>
-INLINE void load_source_words(Words& words, const Source& source, int lane) {
-    if constexpr (START < WORDS) {
-        constexpr int width = chunk_width(CHUNK);
+INLINE void load_source_words(Words<Key>& words, const Source& source, int lane) {
+    if constexpr (START < Key::WORDS) {
+        constexpr int width = Key::chunk_width(CHUNK);
         if constexpr (has_words(START, START + width, FIRST, LAST))
             source.template load<width>(4 * LANES * START + 4 * width * lane, words.word + START);
         load_source_words<FIRST, LAST, LANES, CHUNK + 1, START + width>(words, source, lane);

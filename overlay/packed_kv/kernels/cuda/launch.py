@@ -19,10 +19,10 @@ from .grids import (
     NARROW,
     UNPACKERS,
     Grid,
-    card_of,
+    block_kinds,
     column_count,
+    grid_inputs,
     has_unpackers,
-    kinds,
     pass_count,
 )
 from .kernel import Compilation, CudaKernel
@@ -37,7 +37,7 @@ TILE_BLOCKS = 2
 """Micro-blocks of a warp's tile, but of one that only unpacks, and of 32 columns: one."""
 
 
-class Variant(NamedTuple):
+class PairVariant(NamedTuple):
     """The constants of the kernel that depend on the batch and the layer.
 
     columns is one of `COLUMN_COUNTS`; ring_block is the tokens of a ring's block, or 0 without a ring; recent is the
@@ -61,7 +61,7 @@ class Variant(NamedTuple):
     has_pass_table: bool = False
 
 
-def constants(page: PageLayout, kv_heads: int, group: int, variant: Variant) -> dict[str, str]:
+def constants(page: PageLayout, kv_heads: int, group: int, variant: PairVariant) -> dict[str, str]:
     """Return the definitions that `decode.cu` is compiled with.
 
     Args:
@@ -98,7 +98,7 @@ def constants(page: PageLayout, kv_heads: int, group: int, variant: Variant) -> 
         "WARPS": warps,
         "UNPACKERS": unpackers,
         "STAGES": stages,
-        "BLOCKS": card_of(page, kv_heads, sm_count=1).warps_per_sm(columns) // warps,
+        "BLOCKS": grid_inputs(page, kv_heads, sm_count=1).warps_per_sm(columns) // warps,
         "IS_FINAL": int(variant.is_final),
         "HAS_LSE": int(variant.has_lse),
     }
@@ -113,19 +113,17 @@ def program(constants: Mapping[str, str]) -> Program:
 def _layout_constants(layout: KernelLayout) -> dict[str, object]:
     """Return where `layout` has the planes of K and V, as C++ constants."""
     ring = layout.ring
-    offsets = {
-        "{}_WORDS_AT": layout.words_at, "{}_HALF_WORDS_AT": layout.half_words_at, "{}_SCALES_AT": layout.scales_at,
-        "RING_{}S_AT": ring.codes, "RING_{}_SCALES_AT": ring.scales,
-    }  # fmt: skip
-    return {
-        "RING_SLOT_BYTES": ring.slot_bytes,
-        "SCORE_UNIT": f"{layout.score_unit}f",
-        **{
-            name.format(vector): offset
-            for name, of_vectors in offsets.items()
-            for vector, offset in zip(("KEY", "VALUE"), of_vectors, strict=True)
-        },
-    }
+    constants: dict[str, object] = {"RING_SLOT_BYTES": ring.slot_bytes, "SCORE_UNIT": f"{layout.score_unit}f"}
+    vectors = (layout.key, layout.value)
+    for name, vector, codes, scales in zip(("KEY", "VALUE"), vectors, ring.codes, ring.scales, strict=True):
+        constants |= {
+            f"{name}_WORDS_AT": vector.words_at,
+            f"{name}_HALF_WORDS_AT": vector.half_words_at,
+            f"{name}_SCALES_AT": vector.scales_at,
+            f"RING_{name}S_AT": codes,
+            f"RING_{name}_SCALES_AT": scales,
+        }
+    return constants
 
 
 def pack_matrix(matrix: torch.Tensor) -> torch.Tensor:
@@ -250,29 +248,29 @@ class CudaDecode(CudaKernel[tuple[int, bool, int]]):
         layer = layer_arguments(cache, ring, output, matrix, counters)
         super().__init__(CALL_ARGUMENTS.size + STEP_ARGUMENTS.size, layer, cache.device.index)
 
-    def __call__(self, shape: Grid, max_query_len: int, requests: int, step: bytes, output: torch.Tensor) -> None:
-        """Launch on the current stream; in a block of `Ahead`, do nothing.
+    def __call__(self, grid: Grid, max_query_len: int, requests: int, step: bytes, output: torch.Tensor) -> None:
+        """Launch on the current stream; in a `Precompiler` block, do nothing.
 
         Args:
-            shape: of `grid`. If it is final, `output` is filled, otherwise the partial results of `step`.
+            grid: of `grids.grid`. If it is final, `output` is filled, otherwise the partial results of `step`.
             max_query_len: most query tokens of a request, known on the host.
             requests: of the step.
             step: of `step_arguments`.
             output: as in the constructor, of any number of tokens.
         """
-        key = (shape.warps, shape.is_final, max_query_len)
+        key = (grid.warps, grid.is_final, max_query_len)
         functions = self.functions.get(key) or self.functions_of(key)
         if functions is None:
             return
         launch, kernel, threads, shared_bytes = functions[0]
-        x, z = (1, shape.blocks) if shape.is_final else (shape.blocks, requests * pass_count(self.group, max_query_len))
+        x, z = (1, grid.blocks) if grid.is_final else (grid.blocks, requests * pass_count(self.group, max_query_len))
         stream = torch.cuda.current_stream(self.device).cuda_stream
         with self.lock:
             self.arguments[: self.layer_at] = CALL_ARGUMENTS.pack(output.data_ptr()) + step
             launch(kernel, (x, self.kv_heads, z), threads, shared_bytes, stream, self.address)
 
     def compile_variants(self, longest_decode: int) -> None:
-        """Compile and load every variant that a step may need, so that no step waits for one. In a block of `Ahead`,
+        """Compile and load every variant that a step may need, so that no step waits for one. In a `Precompiler` block,
         note them.
 
         Args:
@@ -284,16 +282,16 @@ class CudaDecode(CudaKernel[tuple[int, bool, int]]):
         }
         keys = []
         for (columns, _), length in lengths.items():
-            few, many = kinds(card_of(self.page, self.kv_heads, sm_count=1), columns)
+            few, many = block_kinds(grid_inputs(self.page, self.kv_heads, sm_count=1), columns)
             final = [Grid(warps, 1, True) for warps in {few.warps, many.warps}]
-            for shape in (*final, Grid(few.warps if columns > NARROW else 1, 1, False)):
-                keys.append((shape.warps, shape.is_final, length))
+            for grid in (*final, Grid(few.warps if columns > NARROW else 1, 1, False)):
+                keys.append((grid.warps, grid.is_final, length))
         self.compile(keys)
 
     def compilation(self, key: tuple[int, bool, int]) -> Compilation:
         """Return what a variant is compiled from."""
         warps, is_final, max_query_len = key
-        variant = Variant(
+        variant = PairVariant(
             warps, is_final, column_count(self.group, max_query_len), self.block_size, self.ring_block,
             self.recent, self.tiles_a_block is not None, self.output, self.has_lse and is_final,
             self.tiles_a_block or 0, pass_count(self.group, max_query_len),

@@ -39,7 +39,7 @@ INLINE void attend_ring_tile(const Arguments& a, const Request& request, int hea
 INLINE void to_page_unit(State& state) {
     for_each<OCTETS * GROUPS * 8>([&](auto i) {
         constexpr int group = i.value / 8 % GROUPS;
-        constexpr float factor = RING_UNIT / group_layout(group).value_factor;
+        constexpr float factor = RING_UNIT / Value::group(group).factor;
         state.output[i.value / 8 / GROUPS][group][i.value / 4 % 2][i.value % 4] *= factor;
     });
 }
@@ -50,7 +50,7 @@ INLINE void score_tile(const Queries& queries, const Tables& tables, const Lane&
     const u32 key_selector = lane.column / 2 ? 0x4342 : 0x4140;
     for_each<TILE_BLOCKS>([&](auto b) {
         const u32 micro_block = tile + b.value * MICRO_BLOCK_BYTES;
-        Words words;
+        Words<Key> words;
         load_words(words, micro_block + KEY_WORDS_AT, micro_block + KEY_HALF_WORDS_AT, lane.index);
         u32 key_scales[GROUPS / 2];
         load_scales(micro_block, lane, key_scales, scales[b.value]);
@@ -77,7 +77,7 @@ INLINE void update_softmax(const Arguments& a, State& state, const Lane& lane, i
 // Adds a tile's V, multiplied by its weights, to the output.
 INLINE LastLoad add_tile(State& state, const Tables& tables, const Lane& lane, u32 tile,
                          const u32 (&scales)[TILE_BLOCKS][SETS], const u32 (&operands)[TILE_BLOCKS][OWN]) {
-    Words words;
+    Words<Value> words;
     auto load = [&](int block) {
         const u32 micro_block = tile + block * MICRO_BLOCK_BYTES;
         load_words(words, micro_block + VALUE_WORDS_AT, micro_block + VALUE_HALF_WORDS_AT, lane.index);
@@ -140,7 +140,7 @@ INLINE void attend(const Arguments& a) {
             load_blocks(number + STAGES, next);
             const int tile = split + number * splits;
             if (number)
-                Biases(a, request, head, lane).go_on(a, state.maximum, page_tile(request, tile - splits),
+                Biases(a, request, head, lane).rebase_maxima(a, state.maximum, page_tile(request, tile - splits),
                                                      page_tile(request, tile));
             wait_for_copies_of(stages.barrier, stages.parity);
             attend_ring_tile(a, request, head, tile, stages.stage, queries, lane, state);
@@ -150,8 +150,8 @@ INLINE void attend(const Arguments& a) {
         to_page_unit(state);
         const int ring_tile = page_tile(request, split + (range.ring - 1) * splits);
         const Biases bias(a, request, head, lane);
-        if (range.count) bias.go_on(a, state.maximum, ring_tile, range.low);
-        else bias.make_whole(a, state.maximum, ring_tile);
+        if (range.count) bias.rebase_maxima(a, state.maximum, ring_tile, range.low);
+        else bias.restore_maxima(a, state.maximum, ring_tile);
     }
     queries.to_page_unit();
     const int masked_from = request.page_limit(request.seq_len - request.count + 1), last = range.low + range.count;
@@ -171,12 +171,12 @@ INLINE void attend(const Arguments& a) {
         stages.next();
         if (Biases::ends_block(tile) && tile + 1 < last) {
             const Request again(a, shared_work_item());
-            Biases(a, again, hide_from_optimizer(blockIdx.y), lane.in_rare_branch()).go_on(a, state.maximum, tile, tile + 1);
+            Biases(a, again, hide_from_optimizer(blockIdx.y), lane.in_rare_branch()).rebase_maxima(a, state.maximum, tile, tile + 1);
         }
     }
     if (HAS_BIAS && range.count) {
         const Request again(a, shared_work_item());
-        Biases(a, again, hide_from_optimizer(blockIdx.y), lane.in_rare_branch()).make_whole(a, state.maximum, last - 1);
+        Biases(a, again, hide_from_optimizer(blockIdx.y), lane.in_rare_branch()).restore_maxima(a, state.maximum, last - 1);
     }
     finish(state);
     if constexpr (IS_FINAL) combine_warps(a, request, head, shared_work_item(), warp, lane, state);

@@ -15,12 +15,12 @@ from ...codecs.ring import Ring
 from ...layout import PageLayout
 from ..checks import check_int32
 from . import COLUMNS
-from .grids import Card, Kind, kind_of, kinds, make_schedulers
+from .grids import BlockKind, GridInputs, block_kind, block_kinds, make_schedulers
 from .kernel import Compilation, CudaKernel
 from .launch import (
     CALL_ARGUMENTS,
     STEP_ARGUMENTS,
-    Variant,
+    PairVariant,
     constants,
     layer_arguments,
     program,
@@ -51,26 +51,26 @@ class PrefixGrid(NamedTuple):
     """Work items of each KV head, and the kind of the blocks that serve them."""
 
     items: int
-    kind: Kind
+    kind: BlockKind
 
 
-def prefix_grid(passes: int, card: Card) -> PrefixGrid:
+def prefix_grid(passes: int, inputs: GridInputs) -> PrefixGrid:
     """Return the grid for a table of so many passes. Its blocks write the output, however few they are: a prefix is cut
     into up to 32 parts, and another launch would merge them."""
-    kind = kind_of(passes, card, COLUMNS)
-    return PrefixGrid(item_count(passes, kind.resident(card)), kind)
+    kind = block_kind(passes, inputs, COLUMNS)
+    return PrefixGrid(item_count(passes, kind.resident(inputs)), kind)
 
 
 class PrefixSchedules:
     """Schedules of steps of up to `passes` passes, and the counters of their launches, which these leave 0. `thirds`:
     see `Scheduler`."""
 
-    def __init__(self, passes: int, card: Card, device: torch.device, thirds: int = THIRDS) -> None:
-        self.card = card
-        self.schedulers = make_schedulers(passes, card, {COLUMNS: 1}, device, thirds)
-        self.items = max(item_count(passes, kind.resident(card)) for kind in kinds(card, COLUMNS))
+    def __init__(self, passes: int, inputs: GridInputs, device: torch.device, thirds: int = THIRDS) -> None:
+        self.inputs = inputs
+        self.schedulers = make_schedulers(passes, inputs, {COLUMNS: 1}, device, thirds)
+        self.items = max(item_count(passes, kind.resident(inputs)) for kind in block_kinds(inputs, COLUMNS))
         """The most work items of a KV head."""
-        self.counters = torch.zeros(self.items * card.kv_heads, dtype=torch.int32, device=device)
+        self.counters = torch.zeros(self.items * inputs.kv_heads, dtype=torch.int32, device=device)
 
     def compile(self) -> None:
         """Compile the schedulers."""
@@ -82,7 +82,7 @@ class PrefixSchedules:
 
         table: int32 [passes, PASS_WORDS].
         """
-        return self.schedulers[prefix_grid(len(table), self.card).kind](table[:, 3])
+        return self.schedulers[prefix_grid(len(table), self.inputs).kind](table[:, 3])
 
 
 def prefix_arguments(
@@ -135,9 +135,9 @@ class CudaPrefix(CudaKernel[None]):
     ) -> None:  # fmt: skip
         _, self.kv_heads, self.group, head_dim = output.shape
         self.page, self.keep_alive = page, (matrix, counters)
-        card = Card(self.kv_heads, head_dim, sm_count=1)
-        self.variant = Variant(
-            kind_of(1, card, COLUMNS).warps, True, COLUMNS, cache.shape[2],
+        inputs = GridInputs(self.kv_heads, head_dim, sm_count=1)
+        self.variant = PairVariant(
+            block_kind(1, inputs, COLUMNS).warps, True, COLUMNS, cache.shape[2],
             *((ring.cache.shape[2], ring.window) if ring else (0, 0)), tiles_a_block is not None, output.dtype,
             has_lse=True, tiles_a_block=tiles_a_block or 0, has_pass_table=True,
         )  # fmt: skip
@@ -145,7 +145,7 @@ class CudaPrefix(CudaKernel[None]):
         super().__init__(CALL_ARGUMENTS.size + STEP_ARGUMENTS.size, layer, cache.device.index)
 
     def __call__(self, items: int, step: bytes, output: torch.Tensor) -> None:
-        """Launch on the current stream; in a block of `Ahead`, do nothing.
+        """Launch on the current stream; in a `Precompiler` block, do nothing.
 
         Args:
             items: work items of each KV head, of the step's schedule.
@@ -162,7 +162,7 @@ class CudaPrefix(CudaKernel[None]):
             launch(kernel, (1, self.kv_heads, items), threads, shared_bytes, stream, self.address)
 
     def compile_variants(self) -> None:
-        """Compile and load the kernel, so that no step waits for it. In a block of `Ahead`, note it."""
+        """Compile and load the kernel, so that no step waits for it. In a `Precompiler` block, note it."""
         self.compile([None])
 
     def compilation(self, key: None) -> Compilation:

@@ -39,10 +39,10 @@ constexpr u32 halves_of(float power) {  // a power of 2 as both halves of a pair
 //
 // V of 16 tokens is small if all their scales are below 2^-SMALL. In that unit fp16 would keep few bits of it, so it is
 // lifted by 2^SMALL, and the tokens' weights are divided by that: HEADROOM leaves them the room.
-constexpr u32 LIFT = halves_of(TEAM_UNIT * group_layout(0).key_factor), RING_LIFT = halves_of(TEAM_UNIT * RING_UNIT);
+constexpr u32 LIFT = halves_of(TEAM_UNIT * Key::group(0).factor), RING_LIFT = halves_of(TEAM_UNIT * RING_UNIT);
 constexpr int SMALL = 7;
 constexpr u32 NOT_SMALL = 0xC0C0C0C0;  // a scale of at least 2^-SMALL has one of these bits
-constexpr float VALUE_GAIN = group_layout(0).value_factor / group_layout(0).key_factor;  // of pages
+constexpr float VALUE_GAIN = Value::group(0).factor / Key::group(0).factor;  // of pages
 
 // The tiles of a block are numbered, those of the ring first. Each has 16 tokens of each unpacking warp.
 struct TeamTiles {

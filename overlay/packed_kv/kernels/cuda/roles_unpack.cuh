@@ -117,7 +117,8 @@ INLINE void unpack_tiles(const Arguments& a, const Request& request, const Pages
     for (int number = 0; number < count; number++) {
         const int tile = tiles.low + 4 * number + warp;
         wait_for_copies_of(barrier, raw_parity);
-        Words k, v;
+        Words<Key> k;
+        Words<Value> v;
         u32 key_scales[2], value_scales[4];
         load_words(k, raw + KEY_WORDS_AT, raw + KEY_HALF_WORDS_AT, lane.index);
         load_key_scales(raw, lane, key_scales);

@@ -40,7 +40,7 @@ LATENT = Program(
         "latent_tile.cuh",
         "latent_pages.cuh",
         "latent_picks.cuh",
-        "latent_rows.cuh",
+        "latent_queries.cuh",
         "latent_attend.cuh",
         "latent_narrow.cuh",
     ),

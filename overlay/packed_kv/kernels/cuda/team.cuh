@@ -33,10 +33,10 @@ struct TeamState {
     float output[2][SCORES];  // [channels 0-15, 16-31][octet, row of channels, column]
     float total[OWN];         // of the lane's tokens
     float ceiling;
-    u32 watched;
+    u32 scale_guard;
     int bias_tile;  // the warp's maxima are those of scores of this tile of pages, see `Biases`
 
-    INLINE TeamState() : ceiling(0), watched(LARGE_SCALES), bias_tile(0) {
+    INLINE TeamState() : ceiling(0), scale_guard(LARGE_SCALES), bias_tile(0) {
         for_each<2 * SCORES>([&](auto i) { output[i.value / SCORES][i.value % SCORES] = 0; });
         for_each<OWN>([&](auto c) { total[c.value] = 0; });
     }
@@ -92,9 +92,9 @@ INLINE void move_maxima(const Arguments& a, TeamState& state, int warp, const La
             store_shared(tops + 4 * COLUMNS * warp + c.value / 2 * 32 + c.value % 2 * 4,
                          __float_as_int(top * score_factor + biases[c.value]));
     });
-    if (any_thread(scale_bits & LARGE_SCALES)) state.watched = 0;
-    const float headroom = state.watched ? WIDE_HEADROOM : WIDE_HEADROOM - HEADROOM - 2;
-    state.ceiling = state.watched ? 16384 : 1;
+    if (any_thread(scale_bits & LARGE_SCALES)) state.scale_guard = 0;
+    const float headroom = state.scale_guard ? WIDE_HEADROOM : WIDE_HEADROOM - HEADROOM - 2;
+    state.ceiling = state.scale_guard ? 16384 : 1;
     for_each<OWN>([&](auto c) {
         constexpr int column = c.value / 2 * 32 + c.value % 2 * 4;
         float top = -1e30f;
@@ -146,7 +146,7 @@ INLINE bool share_weights(TeamState& state, int warp, const Lane& lane, float sc
         for_each<4>([&](auto c) { sum += sums[4 * pair.value + c.value]; });
     });
     put.finish();
-    if (any_thread(!moved && ((scale_bits & state.watched) != 0 || !(sum < state.ceiling)))) return true;
+    if (any_thread(!moved && ((scale_bits & state.scale_guard) != 0 || !(sum < state.ceiling)))) return true;
     for_each<OWN>([&](auto c) { state.total[c.value] += sums[c.value]; });
     return false;
 }

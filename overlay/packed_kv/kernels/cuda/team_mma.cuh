@@ -22,7 +22,7 @@ INLINE void share_queries(const Arguments& a, const Request& request, int head, 
 // Converts the queries for scores of pages; each warp those of its group.
 INLINE void queries_to_page_unit(int warp, const Lane& lane) {
     for_own_group(warp, [&](auto group) {
-        constexpr float factor = SCORE_UNIT * group_layout(group.value).key_factor;
+        constexpr float factor = SCORE_UNIT * Key::group(group.value).factor;
         if constexpr (factor != 1) for_each<OCTETS>([&](auto o) {
             const u32 address = shared_address(shared_memory()) + AT(team.queries) +
                                 (o.value * GROUPS + group.value) * OPERAND + 16 * lane.index;
@@ -70,7 +70,7 @@ INLINE void score_octets(const Lane& lane, Decode&& decode, Scale&& scale, float
 // Computes the scores of a warp's own micro-blocks, and loads their V scales.
 INLINE void score_team_tile(const Tables& tables, const Lane& lane, u32 tile, float (&scores)[TILE_BLOCKS][SCORES],
                             u32 (&scales)[TILE_BLOCKS][SETS]) {
-    Words words[TILE_BLOCKS];
+    Words<Key> words[TILE_BLOCKS];
     u32 key_scales[TILE_BLOCKS][GROUPS / 2];
     for_each<TILE_BLOCKS>([&](auto b) {
         const u32 micro_block = tile + b.value * MICRO_BLOCK_BYTES;
@@ -123,7 +123,7 @@ INLINE void add_group_of_tile(TeamState& state, const Tables& tables, const Lane
 #pragma unroll 4
     for (int i = 0; i < TEAM_BLOCKS; i++) {
         const u32 micro_block = tile + i * MICRO_BLOCK_BYTES;
-        Words words;
+        Words<Value> words;
         load_group_words<GROUP>(words, micro_block + VALUE_WORDS_AT, micro_block + VALUE_HALF_WORDS_AT, lane.index);
         const u32 scales = load_shared(micro_block + VALUE_SCALES_AT + lane.column * (4 * GROUPS) + 4 * GROUP);
         u32 pairs[8];
@@ -160,8 +160,8 @@ INLINE void score_ring(const Lane& lane, u32 tile, float (&scores)[1][SCORES]) {
 }
 
 // What outputs of the ring are multiplied by before those of pages are added, and what all are at the end.
-template <int GROUP> constexpr float ring_to_pages() { return RING_UNIT / group_layout(GROUP).value_factor; }
-template <int GROUP> constexpr float output_factor() { return group_layout(GROUP).value_factor; }
+template <int GROUP> constexpr float ring_to_pages() { return RING_UNIT / Value::group(GROUP).factor; }
+template <int GROUP> constexpr float output_factor() { return Value::group(GROUP).factor; }
 
 INLINE WeightsOfWarp weights_of_ring(u32 weights, int warp, const Lane& lane) {
     return {weights + warp * WEIGHTS_OF_BLOCK, lane};

@@ -81,7 +81,7 @@ struct TeamTiles {
 };
 
 // Makes the warp's maxima those of scores of a tile of pages.
-INLINE void go_on(const Arguments& a, TeamState& state, int warp, const Lane& lane, int tile) {
+INLINE void rebase_maxima(const Arguments& a, TeamState& state, int warp, const Lane& lane, int tile) {
     if constexpr (!HAS_BIAS || !TILES_A_BLOCK) return;
     const u32 old = Biases::element(a, state.bias_tile), now = Biases::element(a, tile);
     state.bias_tile = tile;
@@ -148,7 +148,7 @@ INLINE void attend(const Arguments& a) {
             tiles.load_blocks(number - 1 + STAGES, warp, blocks);
             const int tile = tiles.ring_tile(number, warp), first = 16 * (request.first_ring_tile() + tile);
             const bool exists = number * WARPS + warp < range.ring;
-            if (exists) go_on(a, state, warp, lane, page_tile(request, tile));
+            if (exists) rebase_maxima(a, state, warp, lane, page_tile(request, tile));
             wait_for_copies_of(stages.barrier, stages.parity);
             bool again;
             do {
@@ -180,7 +180,7 @@ INLINE void attend(const Arguments& a) {
         u32 blocks[TILE_BLOCKS];
         tiles.load_blocks(number - 1 + STAGES, warp, blocks);
         const int tile = tiles.page_tile(number, warp), first = TILE_TOKENS * tile;
-        if (tile < last) go_on(a, state, warp, lane, tile);
+        if (tile < last) rebase_maxima(a, state, warp, lane, tile);
         wait_for_copies_of(stages.barrier, stages.parity);
         bool again;
         do {

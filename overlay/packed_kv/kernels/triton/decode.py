@@ -15,7 +15,6 @@ import triton
 import triton.language as tl
 
 from ...codecs.ring import Ring
-from ...formats import code_of
 from ...gpu_generations import Generation
 from ...layout import PageLayout, ring_slot_bytes
 from ..checks import check_pages, check_ring
@@ -82,7 +81,7 @@ def _decode_kernel(
         SLIDING_WINDOW: tokens that a query sees; 0: all. MICRO_BLOCKS_A_BLOCK: block_size / 16. LAYOUT: `KernelLayout`.
     """
     HEAD_DIM: tl.constexpr = LAYOUT.head_dim
-    GROUPS: tl.constexpr = len(LAYOUT.groups)
+    GROUPS: tl.constexpr = len(LAYOUT.key.groups)
     SCORE_UNIT: tl.constexpr = LAYOUT.score_unit
     INVERSE_SCORE_UNIT: tl.constexpr = 1 / SCORE_UNIT
     MICRO_BLOCK_WORDS: tl.constexpr = LAYOUT.micro_block_bytes // 4
@@ -245,8 +244,8 @@ def _split_tiles(split, splits, seq_len, recent, first_tile, RING_BLOCK: tl.cons
 def _in_unit(outputs, UNIT: tl.constexpr, LAYOUT: tl.constexpr):
     """Outputs of pages in one unit for all groups."""
     result = ()
-    for g in tl.static_range(len(LAYOUT.groups)):
-        result = result + (outputs[g] * (LAYOUT.groups[g].value_factor / UNIT),)
+    for g in tl.static_range(len(LAYOUT.key.groups)):
+        result = result + (outputs[g] * (LAYOUT.value.groups[g].factor / UNIT),)
     return result
 
 
@@ -255,8 +254,8 @@ def _in_score_unit(queries, LAYOUT: tl.constexpr):
     """Queries whose scores over all groups have one unit: times powers of 2, 1 where all groups have the same bits."""
     result = ()
     SCORE_UNIT: tl.constexpr = LAYOUT.score_unit
-    for g in tl.static_range(len(LAYOUT.groups)):
-        result = result + ((queries[g] * (LAYOUT.groups[g].key_factor * SCORE_UNIT)).to(tl.float16),)
+    for g in tl.static_range(len(LAYOUT.key.groups)):
+        result = result + ((queries[g] * (LAYOUT.key.groups[g].factor * SCORE_UNIT)).to(tl.float16),)
     return result
 
 
@@ -321,7 +320,7 @@ def most_registers(page: PageLayout, generation: Generation, *, has_bias: bool) 
 
     From sm_100 on ptxas takes more than before: there, biases beside sign words of several groups do not fit 128.
     """
-    signed = sum(code_of(bits).has_sign_words for bits in page.vector.group_bits)
+    signed = max(vector.signed_groups for vector in page.vectors)
     return ROOMY_REGISTERS if generation.capability >= (10, 0) and has_bias and signed > 1 else MAX_REGISTERS
 
 

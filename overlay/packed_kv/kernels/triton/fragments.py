@@ -173,25 +173,25 @@ def opaque(x):
 
 
 @triton.jit
-def decode_codes(words, zero, group: tl.constexpr, LAYOUT: tl.constexpr):
+def decode_codes(words, zero, group: tl.constexpr, VECTOR: tl.constexpr):
     """Decode the 16 codes of a lane and group, times the unit of their width.
 
     Args:
         words: of the lane, a tuple of int32 [32, 2].
         zero: int32 [32, 2], all 0, which the compiler cannot tell: it keeps the assembly's constants in registers.
         group: number of the group.
-        LAYOUT: `KernelLayout`.
+        VECTOR: `PackedVector`.
 
     Returns:
         fp16 [g = 8, t = 4, micro-block, bit 3, bit 2, bit 1, bit 0 of the code].
     """
-    return tl.reshape(decode_words(words, zero, group, LAYOUT), [8, 4, 2, 2, 2, 2, 2])
+    return tl.reshape(decode_words(words, zero, group, VECTOR), [8, 4, 2, 2, 2, 2, 2])
 
 
 @triton.jit
-def decode_words(words, zero, group: tl.constexpr, LAYOUT: tl.constexpr):
+def decode_words(words, zero, group: tl.constexpr, VECTOR: tl.constexpr):
     """`decode_codes` for words of any two dimensions: fp16 [.., .., 16] or [.., .., 2, 2, 2, 2], by code."""
-    GROUP: tl.constexpr = LAYOUT.groups[group]
+    GROUP: tl.constexpr = VECTOR.groups[group]
     CODE: tl.constexpr = GROUP.code
     WORD: tl.constexpr = GROUP.word
     CODE_WORDS: tl.constexpr = CODE.code_words

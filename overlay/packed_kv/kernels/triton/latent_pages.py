@@ -12,7 +12,6 @@ import triton.language as tl
 
 from ...formats import CODES
 from .fragments import IS_INTERPRETED, decode_words, join_pairs
-from .pages import KEY
 from .ring import key_pairs, ring_step_size
 
 LATENT_UNIT = tl.constexpr(2.0**-7)
@@ -73,13 +72,13 @@ def load_latents(pointers, LAYOUT: tl.constexpr, LANES: tl.constexpr = 32):
     LANES: that have words behind one pointer; 4 of latent rows, whose pointers are [MICRO_BLOCKS, 32].
     """
     lane = lane_of(LANES)
-    at = pointers + LAYOUT.words_at[KEY] // 4
+    at = pointers + LAYOUT.key.words_at // 4
     words = ()
-    for chunk in tl.static_range(len(LAYOUT.chunks)):
-        words = words + load_chunk(at + lane * LAYOUT.chunks[chunk], LAYOUT.chunks[chunk])
-        at += LANES * LAYOUT.chunks[chunk]
-    if LAYOUT.has_half:
-        half = tl.load((pointers + LAYOUT.half_words_at[KEY] // 4).to(tl.pointer_type(tl.uint16)) + lane).to(tl.int32)
+    for chunk in tl.static_range(len(LAYOUT.key.chunks)):
+        words = words + load_chunk(at + lane * LAYOUT.key.chunks[chunk], LAYOUT.key.chunks[chunk])
+        at += LANES * LAYOUT.key.chunks[chunk]
+    if LAYOUT.key.has_half:
+        half = tl.load((pointers + LAYOUT.key.half_words_at // 4).to(tl.pointer_type(tl.uint16)) + lane).to(tl.int32)
         words = words + (half & 0xCCCC | (half & 0x3333) << 18,)
     return words
 
@@ -88,8 +87,8 @@ def load_latents(pointers, LAYOUT: tl.constexpr, LANES: tl.constexpr = 32):
 def load_scales(pointers, LAYOUT: tl.constexpr):
     """Scale bytes of a lane's two tokens of each group: a tuple of int32 [MICRO_BLOCKS, 32], two groups in each where
     their number is a multiple of 8, else one."""
-    GROUPS: tl.constexpr = len(LAYOUT.groups)
-    SCALES_AT: tl.constexpr = LAYOUT.scales_at[KEY]
+    GROUPS: tl.constexpr = len(LAYOUT.key.groups)
+    SCALES_AT: tl.constexpr = LAYOUT.key.scales_at
     row = tl.arange(0, 32)[None, :] // 4
     scales = ()
     if GROUPS % 8 == 0:
@@ -130,10 +129,10 @@ def decode_groups(words, scales, zero, FIRST: tl.constexpr, COUNT: tl.constexpr,
 def decode_group(words, scales, zero, GROUP: tl.constexpr, LAYOUT: tl.constexpr):
     """fp16 [MICRO_BLOCKS, 32, n3, d4, d3, d0]."""
     MICRO_BLOCKS: tl.constexpr = zero.shape[0]
-    GROUPS: tl.constexpr = len(LAYOUT.groups)
-    UNIT: tl.constexpr = LAYOUT.groups[GROUP].code.unit
+    GROUPS: tl.constexpr = len(LAYOUT.key.groups)
+    UNIT: tl.constexpr = LAYOUT.key.groups[GROUP].code.unit
     GAIN: tl.constexpr = LATENT_UNIT / UNIT
-    values = tl.reshape(decode_words(words, zero, GROUP, LAYOUT), [MICRO_BLOCKS, 32, 2, 2, 2, 2])
+    values = tl.reshape(decode_words(words, zero, GROUP, LAYOUT.key), [MICRO_BLOCKS, 32, 2, 2, 2, 2])
     if GROUPS % 8 == 0:
         both = scales[GROUP // 2] >> (16 * (GROUP % 2))
     else:

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 import triton
 
-from ..ahead import current, wait_for
+from ..precompile import current, wait_for
 
 Bound = TypeVar("Bound")
 logger = logging.getLogger("vllm.packed_kv")
@@ -116,7 +116,7 @@ class Launch:
         options: of the compilation: `num_warps` and so on.
 
     Raises TypeError in the first call if the kernel is specialized on a number that is not in `fixed`. In a block of
-    `Ahead`, the first call only notes what is to be compiled.
+    `Precompiler`, the first call only notes what is to be compiled.
     """
 
     def __init__(self, kernel: Any, fixed: Arguments, constants: dict[str, Any], **options: Any) -> None:
@@ -233,20 +233,20 @@ class Launch:
 class Launches:
     """Launches that a layer has bound, by name, with the tensors that each is bound to.
 
-    A launch does not look at dtypes and strides again, so `held_for` has all that its kernel was bound to: of tensors
-    that stay, addresses and strides; of those that come with each call, dtypes and strides.
+    A launch does not look at dtypes and strides again, so `binding_key` has all that its kernel was bound to: of
+    tensors that stay, addresses and strides; of those that come with each call, dtypes and strides.
     """
 
     def __init__(self) -> None:
         self.held: dict[Any, tuple[Any, Any]] = {}
         self.bindings: Counter[Any] = Counter()
 
-    def get(self, name: Any, held_for: Any, bind: Callable[[], Bound]) -> Bound:
+    def get(self, name: Any, binding_key: Any, bind: Callable[[], Bound]) -> Bound:
         """The launch bound last under `name`, if for the same tensors; else bind again. Only the last ones are kept, as
         vLLM may have freed those before."""
         held = self.held.get(name)
-        if held is None or held[0] != held_for:
-            held = self.held[name] = held_for, bind()
+        if held is None or held[0] != binding_key:
+            held = self.held[name] = binding_key, bind()
             self.bindings[name] += 1
             if self.bindings[name] == MANY:
                 logger.warning(

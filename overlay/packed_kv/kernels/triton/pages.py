@@ -16,18 +16,18 @@ VALUE = tl.constexpr(1)
 
 
 @triton.jit
-def _load_vector(base0, base1, lanes, VECTOR: tl.constexpr, LAYOUT: tl.constexpr):
+def _load_vector(base0, base1, lanes, VECTOR: tl.constexpr):
     """A lane's words of a vector, int32 [32, 2] each, the half word as a sign word of parity 0."""
-    WORDS_AT: tl.constexpr = LAYOUT.words_at[VECTOR]
-    HALF_WORDS_AT: tl.constexpr = LAYOUT.half_words_at[VECTOR]
+    WORDS_AT: tl.constexpr = VECTOR.words_at
+    HALF_WORDS_AT: tl.constexpr = VECTOR.half_words_at
     words0, words1 = base0 + WORDS_AT // 4, base1 + WORDS_AT // 4
     words = ()
-    for chunk in tl.static_range(len(LAYOUT.chunks)):
-        offset = lanes * LAYOUT.chunks[chunk]
-        words = words + load_words(words0 + offset, words1 + offset, LAYOUT.chunks[chunk])
-        words0 += 32 * LAYOUT.chunks[chunk]
-        words1 += 32 * LAYOUT.chunks[chunk]
-    if LAYOUT.has_half:
+    for chunk in tl.static_range(len(VECTOR.chunks)):
+        offset = lanes * VECTOR.chunks[chunk]
+        words = words + load_words(words0 + offset, words1 + offset, VECTOR.chunks[chunk])
+        words0 += 32 * VECTOR.chunks[chunk]
+        words1 += 32 * VECTOR.chunks[chunk]
+    if VECTOR.has_half:
         half = _load_16_bits(base0, base1, HALF_WORDS_AT // 2 + lanes)
         words = words + (half & 0xCCCC | (half & 0x3333) << 18,)
     return words
@@ -44,9 +44,10 @@ def _load_16_bits(base0, base1, offset):
 @triton.jit
 def load_key(base0, base1, lanes, LAYOUT: tl.constexpr):
     """Words and scales of K of 2 micro-blocks: tuples of int32 [32, 2]."""
-    GROUPS: tl.constexpr = len(LAYOUT.groups)
-    SCALES_AT: tl.constexpr = LAYOUT.scales_at[KEY]
-    words = _load_vector(base0, base1, lanes, KEY, LAYOUT)
+    VECTOR: tl.constexpr = LAYOUT.key
+    GROUPS: tl.constexpr = len(VECTOR.groups)
+    SCALES_AT: tl.constexpr = VECTOR.scales_at
+    words = _load_vector(base0, base1, lanes, VECTOR)
     scales = ()
     row = SCALES_AT // 2 + lanes // 4 * GROUPS
     if GROUPS % 4 == 0:
@@ -62,9 +63,10 @@ def load_key(base0, base1, lanes, LAYOUT: tl.constexpr):
 @triton.jit
 def load_value(base0, base1, lanes, LAYOUT: tl.constexpr):
     """Words and scales of V of 2 micro-blocks: tuples of int32 [32, 2]."""
-    GROUPS: tl.constexpr = len(LAYOUT.groups)
-    SCALES_AT: tl.constexpr = LAYOUT.scales_at[VALUE]
-    words = _load_vector(base0, base1, lanes, VALUE, LAYOUT)
+    VECTOR: tl.constexpr = LAYOUT.value
+    GROUPS: tl.constexpr = len(VECTOR.groups)
+    SCALES_AT: tl.constexpr = VECTOR.scales_at
+    words = _load_vector(base0, base1, lanes, VECTOR)
     scales = ()
     row = SCALES_AT // 4 + lanes % 4 * GROUPS
     if GROUPS % 4 == 0:
@@ -79,10 +81,10 @@ def load_value(base0, base1, lanes, LAYOUT: tl.constexpr):
 @triton.jit
 def decode_key(words, zero, group: tl.constexpr, LAYOUT: tl.constexpr):
     """One group of K, fp16 [32 tokens, 32 channels], in its unit and before its scales."""
-    return opaque(as_key(decode_codes(words, zero, group, LAYOUT)))
+    return opaque(as_key(decode_codes(words, zero, group, LAYOUT.key)))
 
 
 @triton.jit
 def decode_value(words, zero, group: tl.constexpr, LAYOUT: tl.constexpr):
     """One group of V, fp16 [32 channels, 32 tokens], in its unit and before its scales."""
-    return opaque(as_value(decode_codes(words, zero, group, LAYOUT)))
+    return opaque(as_value(decode_codes(words, zero, group, LAYOUT.value)))

@@ -162,6 +162,7 @@ class StoreLaunch(Launch):
             for x, one, table in zip((key, value), (codec.key, codec.value), tables, strict=True)
         )  # fmt: skip
         transform, layout = codec.key.transform, kernel_layout(codec.layout)
+        assert layout.key.sections == layout.value.sections, "a program takes a section of K or of V by its grid"
         layer = StoreLayer(
             blocks(cache), of_key, of_value, codec.key.rotation_constants, transform.spectrum, blocks(of_ring)
         )  # fmt: skip
@@ -217,7 +218,7 @@ class StoreLaunch(Launch):
         else:
             targets, rows, rotating = (rotate.rotated, rotate.bias), rotate.rows, math.prod(rotate.launch.grid)
         layout = kernel_layout(codec.layout)
-        groups = [power_of_2(section.groups) for section in layout.sections]
+        groups = [power_of_2(section.groups) for section in layout.key.sections]
         programs = sum(-(-tokens * kv_heads // (rows_of(layout) // count)) for count in groups)
         arguments = Arguments(slots, tokens, positions, ring_slots, len(ring_slots), targets, rows)
         return StepLaunch((programs + -(-rotating // 2), 2, 1), arguments)
@@ -225,7 +226,7 @@ class StoreLaunch(Launch):
 
 def rows_of(layout: KernelLayout) -> int:
     """Rows of a program: a vector's section fits."""
-    return max(ROWS, *(power_of_2(section.groups) for section in layout.sections))
+    return max(ROWS, *(power_of_2(section.groups) for section in layout.key.sections))
 
 
 def blocks(cache: torch.Tensor) -> Blocks:
@@ -285,8 +286,8 @@ def store_kernel(
         layer.key.table_stride if is_key else layer.value.table_stride,
     )
     program = tl.program_id(0)
-    for s in tl.static_range(len(LAYOUT.sections)):
-        programs = tl.cdiv(tokens * HEADS, ROWS // padded_groups(LAYOUT.sections[s].groups))
+    for s in tl.static_range(len(LAYOUT.key.sections)):
+        programs = tl.cdiv(tokens * HEADS, ROWS // padded_groups(LAYOUT.key.sections[s].groups))
         if (program >= 0) & (program < programs):
             store_section(
                 source, slots_ptr, tokens, positions_ptr, ring_slots_ptr, ring_tokens, layer, is_key, program, 1, s,
@@ -329,10 +330,10 @@ def store_section(
     PARTS: tl.constexpr = STORE.parts
     RING_BLOCK: tl.constexpr = STORE.block_sizes[1]
     TRANSFORM: tl.constexpr = STORE.transform
-    SECTION: tl.constexpr = LAYOUT.sections[NUMBER]
+    SECTION: tl.constexpr = LAYOUT.key.sections[NUMBER]
     GROUPS: tl.constexpr = SECTION.groups
     FIRST_GROUP: tl.constexpr = SECTION.first_group
-    HEAD_GROUPS: tl.constexpr = len(LAYOUT.groups)
+    HEAD_GROUPS: tl.constexpr = len(LAYOUT.key.groups)
     x_ptr, token_stride, head_stride, channels_ptr, channels_stride, table_ptr, table_stride = source
     index = tl.arange(0, 4 * ROWS)
     block = program // split if PARTS > 1 else program
@@ -406,11 +407,11 @@ def _store_groups(
     BLOCK_SIZE: tl.constexpr = STORE.block_sizes[0]
     RING_BLOCK: tl.constexpr = STORE.block_sizes[1]
     ROW: tl.constexpr = STORE.latent_rows
-    SECTION: tl.constexpr = LAYOUT.sections[NUMBER]
+    SECTION: tl.constexpr = LAYOUT.key.sections[NUMBER]
     CODE: tl.constexpr = SECTION.code
     BINS: tl.constexpr = SECTION.bins
     FIRST_GROUP: tl.constexpr = SECTION.first_group
-    HEAD_GROUPS: tl.constexpr = len(LAYOUT.groups)
+    HEAD_GROUPS: tl.constexpr = len(LAYOUT.key.groups)
     index = tl.arange(0, group.shape[0])
     lane = index % 4
     stored = slot >= 0
@@ -436,7 +437,7 @@ def _store_groups(
             scale = search_scale(x, index, CODE, BINS)
             magnitudes, signs = quantize(x, scale, CODE, BINS)
         if ROW is not None:
-            HALF: tl.constexpr = ROW.half
+            HALF: tl.constexpr = ROW.half.key
             HALF_SECTION: tl.constexpr = HALF.sections[NUMBER]
             place, n, number = page + inside * ROW.row_bytes, group % 2 * 8, group // 2
             store_codes(place, n, number, lane, stored, magnitudes, signs, True, HALF_SECTION, HALF, 4)
@@ -444,12 +445,14 @@ def _store_groups(
         else:
             place, n = page + inside // 16 * LAYOUT.micro_block_bytes, (inside % 16).to(tl.int32)
             if is_key:
-                words_at = place + LAYOUT.words_at[KEY]
-                store_codes(words_at, n, group, lane, stored, magnitudes, signs, True, SECTION, LAYOUT, 32)
-                scale_at = n % 8 * (2 * HEAD_GROUPS) + 2 * (FIRST_GROUP + group) + n // 8 + LAYOUT.scales_at[KEY]
+                KEYS: tl.constexpr = LAYOUT.key
+                words_at = place + KEYS.words_at
+                store_codes(words_at, n, group, lane, stored, magnitudes, signs, True, SECTION, KEYS, 32)
+                scale_at = n % 8 * (2 * HEAD_GROUPS) + 2 * (FIRST_GROUP + group) + n // 8 + KEYS.scales_at
             else:
-                words_at = place + LAYOUT.words_at[VALUE]
-                store_codes(words_at, n, group, lane, stored, magnitudes, signs, False, SECTION, LAYOUT, 32)
+                VALUES: tl.constexpr = LAYOUT.value
+                words_at = place + VALUES.words_at
+                store_codes(words_at, n, group, lane, stored, magnitudes, signs, False, SECTION, VALUES, 32)
                 scale_at = n % 8 // 2 * (4 * HEAD_GROUPS) + 4 * (FIRST_GROUP + group) + n // 8 * 2 + n % 2
-                scale_at += LAYOUT.scales_at[VALUE]
+                scale_at += VALUES.scales_at
         tl.store(place + scale_at, scale.to(tl.uint8), mask=stored & (lane == 0))

@@ -46,13 +46,13 @@ def _own_bits(positions, codes, registers, field):
 
 @triton.jit
 def store_codes(
-    codes, n, group, lane, stored, magnitudes, signs, IS_KEY: tl.constexpr, SECTION: tl.constexpr, LAYOUT: tl.constexpr,
+    codes, n, group, lane, stored, magnitudes, signs, IS_KEY: tl.constexpr, SECTION: tl.constexpr, VECTOR: tl.constexpr,
     LANES: tl.constexpr,
 ):  # fmt: skip
     """Write the codes of token n of each row's micro-block, whose words begin at `codes`; LANES have words there.
 
     codes: pointers to bytes [lanes]; n, group (of the section), lane (d2 d1): int32 [lanes]; stored: bool [lanes];
-    magnitudes, signs: tuples of 8 uint32 [lanes], by register; SECTION, LAYOUT: of `kernel_layout`.
+    magnitudes, signs: tuples of 8 uint32 [lanes], by register; SECTION: of VECTOR, a `PackedVector`.
     """
     CODE: tl.constexpr = SECTION.code
     WORDS: tl.constexpr = CODE.code_words
@@ -70,12 +70,12 @@ def store_codes(
                 word += n // 8 * WORDS_OF_N3
             _store_word(
                 codes, n, word, word_lane, stored, magnitudes, signs,
-                IS_KEY, CODE, _registers(IS_KEY, CODES, WORDS, d0, NUMBERS[i]), LAYOUT.words, LANES,
+                IS_KEY, CODE, _registers(IS_KEY, CODES, WORDS, d0, NUMBERS[i]), VECTOR.words, LANES,
             )  # fmt: skip
         if len(CODE.sign_shift) == 0:
             _store_sign_word(
                 codes, n, SECTION.signed_groups + group, word_lane, stored, signs,
-                IS_KEY, _registers(IS_KEY, CODES, 1, d0, 0), LAYOUT, LANES,
+                IS_KEY, _registers(IS_KEY, CODES, 1, d0, 0), VECTOR, LANES,
             )  # fmt: skip
 
 
@@ -99,18 +99,18 @@ def _store_word(
 
 @triton.jit
 def _store_sign_word(
-    codes, n, number, word_lane, stored, signs, IS_KEY: tl.constexpr, REGISTERS: tl.constexpr, LAYOUT: tl.constexpr,
+    codes, n, number, word_lane, stored, signs, IS_KEY: tl.constexpr, REGISTERS: tl.constexpr, VECTOR: tl.constexpr,
     LANES: tl.constexpr,
 ):  # fmt: skip
     """Signs of group `number` of those with sign words; groups 2i and 2i + 1 share a word, an odd last one has a half
     word."""
-    WORDS: tl.constexpr = LAYOUT.words
-    SIGN_WORDS: tl.constexpr = LAYOUT.sign_words
+    WORDS: tl.constexpr = VECTOR.words
+    SIGN_WORDS: tl.constexpr = VECTOR.sign_words
     new, own = _collect(signs, n, _SIGN_WORD_SHIFT, IS_KEY, REGISTERS, 1)
     shift = (number % 2 * -_SIGN_PARITY_SHIFT).to(tl.uint32)
     new, own = new >> shift, own >> shift
     index = word_index(WORDS - SIGN_WORDS + number // 2, word_lane, WORDS, LANES)
-    if LAYOUT.has_half:
+    if VECTOR.has_half:
         last = number == 2 * SIGN_WORDS
         half, own_half = _collect(signs, n, _SIGN_HALF_SHIFT, IS_KEY, REGISTERS, 1)
         shift = (word_lane % 2 * 16).to(tl.uint32)

@@ -1,7 +1,7 @@
 """Compile kernels ahead of the steps that launch them, side by side, while vLLM goes on.
 
 A layer has about fifteen kernels and variants. Compiled one after the other, each where it is first launched, they take
-longer than all the rest of an engine's start. So the layer's launches are first noted and not run (`Ahead`), and
+longer than all the rest of an engine's start. So the layer's launches are first noted and not run (`Precompiler`), and
 several threads compile what they need: most of a compilation is C++, which holds no lock of Python's. Meanwhile vLLM
 compiles kernels of its own. Who needs one variant waits for it (`wait_for`), and the engine waits for all
 (`wait_for_all`) before it captures graphs and serves. A variant that was not noted is compiled by the step that first
@@ -32,13 +32,13 @@ _unforeseen: set[Hashable] = set()
 """Variants that were needed and had not been noted."""
 
 
-class Ahead:
+class Precompiler:
     """A block in whose thread launches are noted and not run. At its end, threads begin to compile what they need."""
 
     def __init__(self) -> None:
         self.jobs: dict[Hashable, Compile] = {}
 
-    def __enter__(self) -> Ahead:
+    def __enter__(self) -> Precompiler:
         assert current() is None, "one block at a time"
         _noting.ahead = self
         return self
@@ -65,7 +65,7 @@ def _pool() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(min(MAX_THREADS, len(os.sched_getaffinity(0))), "packed_kv_compile")
 
 
-def current() -> Ahead | None:
+def current() -> Precompiler | None:
     """Return the block that this thread is in."""
     return getattr(_noting, "ahead", None)
 

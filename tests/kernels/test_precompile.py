@@ -29,11 +29,11 @@ from packed_kv.attention.warmup import PairWarmup, warm_up_latents
 from packed_kv.codecs.pages import PagedCodec
 from packed_kv.codecs.ring import Ring
 from packed_kv.kernels import ahead
-from packed_kv.kernels.ahead import Ahead, current, wait_for, wait_for_all
 from packed_kv.kernels.cuda import kernel as cuda_kernel
 from packed_kv.kernels.cuda import latent_launch, latent_ring_launch, prefix_launch
 from packed_kv.kernels.cuda import launch as cuda
 from packed_kv.kernels.cuda.source import LATENT
+from packed_kv.kernels.precompile import Precompiler, current, wait_for, wait_for_all
 from packed_kv.kernels.triton.launch import Arguments, Launch
 from packed_kv.kernels.triton.merge import merge_tile
 from packed_kv.reference.attention import AttentionOptions
@@ -61,7 +61,7 @@ def nothing_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_two_variants_compile_at_a_time() -> None:
     both = threading.Barrier(2, timeout=30)
     done: list[int] = []
-    with Ahead() as block:
+    with Precompiler() as block:
         assert current() is block
         for number in (0, 1, 0):
             block.note(number, lambda number=number: (both.wait(), done.append(number)))
@@ -74,7 +74,7 @@ def test_two_variants_compile_at_a_time() -> None:
 def test_a_variant_is_compiled_once() -> None:
     done: list[str] = []
     for _ in range(2):
-        with Ahead() as block:
+        with Precompiler() as block:
             block.note("variant", lambda: done.append("compiled"))
     wait_for_all()
     assert done == ["compiled"]
@@ -82,7 +82,7 @@ def test_a_variant_is_compiled_once() -> None:
 
 def test_who_needs_one_variant_waits_for_no_other() -> None:
     go, done = threading.Event(), []
-    with Ahead() as block:
+    with Precompiler() as block:
         block.note("slow", lambda: (go.wait(30), done.append("slow")))
         block.note("quick", lambda: done.append("quick"))
     wait_for("quick")
@@ -94,7 +94,7 @@ def test_who_needs_one_variant_waits_for_no_other() -> None:
 
 
 def test_errors_are_raised_where_one_waits() -> None:
-    with Ahead() as block:
+    with Precompiler() as block:
         block.note("bad", lambda: (_ for _ in ()).throw(RuntimeError("ptxas")))
     assert current() is None
     for wait in (lambda: wait_for("bad"), wait_for_all):
@@ -106,7 +106,7 @@ def test_an_engine_with_a_kernel_that_does_not_compile_does_not_start(monkeypatc
     monkeypatch.setattr(AttentionMetadataBuilder, "__init__", lambda *_: None)
     monkeypatch.setattr(MLACommonMetadataBuilder, "__init__", lambda self, *_: setattr(self, "page_size", 16))
     monkeypatch.setattr(LatentMetadataBuilder, "dcp_world_size", 1, raising=False)
-    with Ahead() as block:
+    with Precompiler() as block:
         block.note("bad", lambda: (_ for _ in ()).throw(RuntimeError("ptxas")))
     with pytest.raises(RuntimeError, match="ptxas"):
         PackedMetadataBuilder(None, [], None, torch.device("cpu"))
@@ -118,7 +118,7 @@ def test_an_engine_with_a_kernel_that_does_not_compile_does_not_start(monkeypatc
 
 def test_nothing_is_compiled_for_a_block_that_fails() -> None:
     done: list[str] = []
-    with pytest.raises(ValueError, match="elsewhere"), Ahead() as block:  # noqa: PT012
+    with pytest.raises(ValueError, match="elsewhere"), Precompiler() as block:  # noqa: PT012
         block.note("good", lambda: done.append("compiled"))
         raise ValueError("elsewhere")
     wait_for("good")
@@ -147,7 +147,7 @@ def test_a_launch_is_noted_and_not_run() -> None:
             launchers.append("made")
 
     x, kernel = torch.zeros(16), Kernel()
-    with Ahead():
+    with Precompiler():
         for start in (0, 4, 1):  # the last one is not aligned
             Launch(kernel, Arguments(), {"SIZE": 32}, num_warps=2)((5, 1, 1), (x[start:],), Arguments())
     wait_for_all()
@@ -183,7 +183,7 @@ def test_a_launch_waits_for_its_compilation(noted_start: int) -> None:
     def launch(start: int) -> None:
         Launch(kernel, Arguments(), {})((1, 1, 1), (x[start:],), Arguments())
 
-    with Ahead():
+    with Precompiler():
         launch(noted_start)
     launch(1 - noted_start)
     assert launched == [[]]
@@ -202,7 +202,7 @@ def test_the_cuda_kernel_waits_for_its_compilation(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(cuda_kernel, "machine_code", lambda _wanted: b"")
     monkeypatch.setattr(cuda_kernel, "block_of", lambda *_: (32, 0))
     monkeypatch.setattr(torch.cuda, "device", lambda _index: nullcontext())
-    with Ahead() as block:
+    with Precompiler() as block:
         block.note(wanted, lambda: (go.wait(30), compiled.append("ahead")))
     threading.Timer(0.2, go.set).start()
     assert [function.kernel for function in cuda_kernel.load.__wrapped__(wanted, 0)] == [["ahead"]] * 2
@@ -230,7 +230,7 @@ def test_profiling_compiles_what_steps_launch(
         pytest.skip("another card than this one")
     noted, launched = set(), set()
 
-    monkeypatch.setattr(Ahead, "_compile", lambda self: noted.update(self.jobs))
+    monkeypatch.setattr(Precompiler, "_compile", lambda self: noted.update(self.jobs))
     keep = lambda self, _grid, tensors, step: launched.add(self.variant(tensors, step))  # noqa: E731
     monkeypatch.setattr(Launch, "_first", keep)
     monkeypatch.setattr(cuda_kernel, "load", lambda wanted, _device: launched.add(wanted))
@@ -302,12 +302,12 @@ def test_profiling_compiles_what_steps_over_latents_launch(
 ) -> None:
     """Stores, prefixes and decodes of any number, with drafts, launch no variant that was not noted."""
     noted, launched = set(), set()
-    monkeypatch.setattr(Ahead, "_compile", lambda self: noted.update(self.jobs))
+    monkeypatch.setattr(Precompiler, "_compile", lambda self: noted.update(self.jobs))
     keep = lambda self, _grid, tensors, step: launched.add(self.variant(tensors, step))  # noqa: E731
     monkeypatch.setattr(Launch, "_first", keep)
     monkeypatch.setattr(cuda_kernel, "load", lambda wanted, _device: launched.add(wanted))
     for of_cuda, key in (
-        (latent_launch.CudaLatentDecode, lambda step: step.shape.rows),
+        (latent_launch.CudaLatentDecode, lambda step: step.grid.rows),
         (latent_ring_launch.CudaLatentRing, lambda step: step.grid[2]),
     ):
 
@@ -363,7 +363,7 @@ def test_profiling_compiles_what_steps_over_latents_launch(
 def test_the_log_says_once_that_a_step_waits(foreseen: bool, caplog: pytest.LogCaptureFixture) -> None:
     """Where anything was compiled ahead: in an engine, not in a script that launches a kernel."""
     wait_for("a", "store_kernel")
-    with Ahead() as block:
+    with Precompiler() as block:
         block.note("a" if foreseen else "b", lambda: None)
     with caplog.at_level("WARNING", logger="vllm.packed_kv"):
         for _ in range(2):
