@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import os
+import socket
 import stat
 import subprocess
 import sys
@@ -14,10 +15,12 @@ from pathlib import Path
 import pytest
 from checkout import REPO
 from packed_kv.private_file import (
+    LOCK,
     TEMPORARY,
     NotRegular,
     Untrusted,
     locked,
+    new_name,
     open_own,
     open_regular,
     own_folder,
@@ -55,8 +58,6 @@ EXCEPTIONS = {
     ("overlay/packed_kv/commands/main.py", "open"): "/dev/null",
     ("overlay/packed_kv/commands/selftest.py", "TemporaryFile"): OWN,
     ("overlay/packed_kv/commands/selftest.py", "read_text"): "metadata of the installed distribution",
-    ("overlay/packed_kv/commands/doctor.py", "TemporaryFile"): OWN,
-    ("overlay/packed_kv/sharing/tiers.py", "write_bytes"): "a random name in the tier's private folder",
     ("overlay/packed_kv/sharing/file_tier.py", "open"): "O_DIRECT, O_NOFOLLOW and random names: checks of its own",
     ("overlay/packed_kv/sharing/model_identity.py", "read_bytes"): ENGINE,
     ("overlay/packed_kv/sharing/model_identity.py", "open"): ENGINE,
@@ -69,7 +70,7 @@ EXCEPTIONS = {
     ("quality/packed_kv_quality/arguments.py", "read_text"): INPUT,
     ("quality/packed_kv_quality/recall.py", "read_text"): OWN,
     ("quality/packed_kv_quality/baseline.py", "save_file"): "over the file of replacing",
-    ("quality/packed_kv_quality/baseline.py", "safe_open"): "after not_a_file; memory is mapped",
+    ("quality/packed_kv_quality/baseline.py", "safe_open"): "after open_regular; memory is mapped",
     ("quality/packed_kv_quality/servers.py", "read_text"): "the log below the folder that benchmarks/serve.py made",
     ("quality/packed_kv_quality/servers.py", "open"): "the log below the folder that benchmarks/serve.py made",
     ("quality/long_context.py", "read_text"): INPUT,
@@ -247,7 +248,10 @@ def making(folder: Path, *more: str) -> subprocess.Popen[str]:
 def test_leftovers_of_killed_processes_are_removed_and_no_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    bystanders = {"packed_kv-notes", "packed_kv-0123456789abcdef", "packed_kv-0123456789abcdef.tmp.txt"}
+    with monkeypatch.context() as patched:
+        patched.setattr(socket, "gethostname", lambda: "another")
+        others = f".{new_name()}"
+    bystanders = {"packed_kv-notes", new_name().removesuffix(".tmp"), f"{new_name()}.txt", others}
     for name in bystanders:
         (tmp_path / name).touch()
     with making(tmp_path) as maker:
@@ -290,9 +294,72 @@ def test_a_link_with_the_name_of_a_leftover_is_not_followed(tmp_path: Path) -> N
     victim = tmp_path / "victim"
     victim.mkdir()
     (victim / "file").touch()
-    (tmp_path / "packed_kv-0123456789abcdef.tmp").symlink_to("victim")
+    (victim / LOCK).touch()
+    (tmp_path / new_name()).symlink_to("victim")
     sweep(tmp_path)
     assert (victim / "file").exists()
+
+
+@pytest.mark.parametrize(
+    ("mode", "has_lock", "stays"),
+    [(0o777, True, True), (0o770, True, True), (0o1777, False, True), (0o1777, True, False), (0o700, True, False)],
+    ids=["of all", "of a group", "without a lock", "sticky", "own"],
+)
+def test_a_folder_that_others_may_have_renamed_stays(mode: int, has_lock: bool, stays: bool, tmp_path: Path) -> None:
+    """In a TMPDIR without a sticky bit anybody can give a user's own folder the name of a leftover."""
+    left = tmp_path / new_name()
+    left.mkdir()
+    (left / "file").touch()
+    if has_lock:
+        (left / LOCK).touch()
+    tmp_path.chmod(mode)
+    sweep(tmp_path)
+    assert (left / "file").exists() == stays
+
+
+def test_what_is_loaded_is_made_where_nobody_can_rename_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shared, own = tmp_path / "shared", tmp_path / "own"
+    shared.mkdir()
+    shared.chmod(0o777)
+    monkeypatch.setattr(tempfile, "tempdir", str(shared))
+    reason = r"others can rename what is in it \(.*mode 777, no sticky bit\)"
+    with pytest.raises(PermissionError, match=reason), temporary_folder():
+        pass
+    with temporary_folder(anywhere=True) as (folder, _):
+        assert folder.parent == shared
+    with temporary_folder(own) as (folder, _):
+        assert folder.parent == own and stat.S_IMODE(own.stat().st_mode) == 0o700
+    own.chmod(0o770)
+    with pytest.raises(PermissionError, match="own"), temporary_folder(own):
+        pass
+    shared.chmod(0o1777)
+    with temporary_folder(own) as (folder, _):
+        assert folder.parent == shared
+
+
+def test_a_lock_that_a_umask_left_open_is_closed_to_others(tmp_path: Path) -> None:
+    """Nobody reads a lock, so what others wrote into it does not count."""
+    lock = tmp_path / "lock"
+    lock.touch()
+    lock.chmod(0o664)
+    with own_folder(tmp_path, "") as folder:
+        with locked(folder, lock, lambda: None):
+            assert stat.S_IMODE(lock.stat().st_mode) == 0o644
+        lock.chmod(0o664)
+        with pytest.raises(Untrusted, match="others can write"):
+            open_own(folder, lock)
+
+
+def test_a_folder_that_a_umask_left_open_is_told_with_its_remedy(tmp_path: Path) -> None:
+    tmp_path.chmod(0o775)
+    remedy = rf"others can write {tmp_path} \(mode 775\); run: chmod go-w {tmp_path}, or name another"
+    with pytest.raises(Untrusted, match=remedy), own_folder(tmp_path, "name another"):
+        pass
+
+
+def test_a_dangling_link_as_folder_is_told_before(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to("nowhere")
+    assert why_not_replaced(tmp_path / "link" / "out") == f"{tmp_path / 'link'} is a link that leads nowhere"
 
 
 def test_a_temporary_folder_is_private_and_goes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -49,7 +49,8 @@ def calibrate(options: argparse.Namespace) -> None:
     if held and (warning := check(judge(held, statistics.layers, choices), named)):
         print(f"tq-calibrate: {warning}", file=sys.stderr)
     name = Path(options.model).resolve().name if Path(options.model).exists() else options.model
-    write_file(out, file_content(statistics, choices, options.recipe, name))
+    mode = 0o600 if options.parent else 0o666  # an engine loads no file that others can write
+    write_file(out, file_content(statistics, choices, options.recipe, name), mode)
     seen = f"{statistics.tokens:,} tokens" if statistics.tokens else "weights alone, so without means of keys"
     heads = heads_in_words(statistics.kv_heads, *statistics.head_sizes)
     print(f"{out}: {len(choices)} layers, {heads}, from {seen}, {time.perf_counter() - start:.0f} s")

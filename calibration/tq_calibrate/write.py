@@ -68,10 +68,13 @@ def _layer(seen: LayerStatistics, choice: LayerChoice, ropes: list[ModelRope]) -
     }
 
 
-def write_file(path: Path, content: dict[str, Any]) -> None:
-    """Write a file atomically over an existing one, which stays as it is if this raises UserError."""
+def write_file(path: Path, content: dict[str, Any], mode: int = 0o666) -> None:
+    """Write a file atomically over an existing one, which stays as it is if this raises UserError.
+
+    mode: permissions of the file, less the umask.
+    """
     try:
-        with replacing(path) as (file, temporary):
+        with replacing(path, mode) as (file, temporary):
             file.write(to_json(content).encode())
             file.flush()
             load(temporary)  # what we write, the runtime reads

@@ -1,4 +1,4 @@
-"""Reads JSON that somebody else wrote, shows it in one line, tells what is no file. Imports no torch and no vLLM."""
+"""Reads JSON that somebody else wrote, and shows it in one line. Imports no torch and no vLLM."""
 
 from __future__ import annotations
 
@@ -40,13 +40,6 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
             raise ValueError(f"{shown(name)} is there twice")
         found[name] = value
     return found
-
-
-def not_a_file(path: str | os.PathLike[str]) -> str:
-    """Say why a path cannot be a file to write: it is "a folder", or "not a regular file" but a device. "": it can."""
-    if os.path.isdir(path):
-        return "a folder"
-    return "not a regular file" if os.path.exists(path) and not os.path.isfile(path) else ""
 
 
 def printable(text: object, most: int = 200) -> str:

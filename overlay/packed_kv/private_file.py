@@ -5,7 +5,9 @@ a link, a FIFO, a file of their own. Imports no torch and no vLLM.
   `own_folder`, `open_own`, `locked`.
 - What is written (these, and results that a user asked for) is written beside its name and renamed: `replacing`. So no
   link is followed, no FIFO waited for, and a reader sees all of the old file or all of the new one.
-- What is in the making has a random name, and its maker holds a lock on it. `sweep` removes those whose lock is free.
+- What is in the making has a name with this machine's in it and a random number, and its maker holds a lock: on the
+  file, or on a file in the folder. `sweep` removes what this machine made and whose lock is free, in folders where
+  nobody else can rename it.
 """
 
 from __future__ import annotations
@@ -13,20 +15,25 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import hashlib
 import os
 import re
 import secrets
 import shutil
+import socket
 import stat
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
-TEMPORARY = re.compile(r"\.?packed_kv-[0-9a-f]{16}\.tmp")
-"""Names of files (with the dot) and folders in the making."""
+TEMPORARY = re.compile(r"\.?packed_kv-([0-9a-f]{8})-[0-9a-f]{16}\.tmp")
+"""Names of files (with the dot) and folders in the making, with a digest of the machine's name."""
+LOCK = ".lock"
+"""File of a folder in the making that its makers lock; a folder without it is nobody's to remove."""
 TRIAL = bytes(4096)
 """Content that `why_not_replaced` writes, as a full disk takes an empty file."""
+OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 _NO_FILE = (errno.ELOOP, errno.EISDIR, errno.ENXIO)
 """Errors of opening a link, a folder, or a FIFO or socket for writing."""
 
@@ -67,11 +74,12 @@ def own_folder(path: Path, remedy: str) -> Iterator[int]:
         os.close(folder)
 
 
-def open_own(folder: int, path: Path, flags: int = os.O_RDONLY) -> int:
+def open_own(folder: int, path: Path, flags: int = os.O_RDONLY, *, is_lock: bool = False) -> int:
     """Open a file of an own folder, made for its owner alone if `flags` say so. Returns its descriptor.
 
     Raises FileNotFoundError, OSError, and Untrusted for a link, for what is no regular file, and for a file that
-    another user owns or can write.
+    another user owns or can write. If it `is_lock`, nobody reads it: an own one that others can write is closed to
+    them.
     """
     try:
         file = os.open(path.name, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600, dir_fd=folder)
@@ -83,6 +91,9 @@ def open_own(folder: int, path: Path, flags: int = os.O_RDONLY) -> int:
         status = os.fstat(file)
         if not stat.S_ISREG(status.st_mode):
             raise Untrusted(f"{path} is not a regular file")
+        if is_lock and status.st_uid == os.geteuid() and status.st_mode & OTHERS_WRITE:
+            os.fchmod(file, stat.S_IMODE(status.st_mode) & ~OTHERS_WRITE)
+            status = os.fstat(file)
         _check_own(path, status)
     except BaseException:
         os.close(file)
@@ -100,10 +111,10 @@ def read_own(folder: int, path: Path) -> bytes:
 def locked(folder: int, path: Path, waiting: Callable[[], None]) -> Iterator[int]:
     """Wait for the lock that a file of an own folder is, and hold it; `waiting` is called before a wait.
 
-    Gives its descriptor: the lock is free when all copies of it are closed. The file's content stays as it is. Raises
-    as `open_own` does.
+    Gives its descriptor: the lock is free when all copies of it are closed. The file's content stays as it is. A file
+    of this user's that others can write, as some umasks make it, is closed to them. Raises as `open_own` does.
     """
-    file = open_own(folder, path, os.O_RDWR | os.O_CREAT)
+    file = open_own(folder, path, os.O_RDWR | os.O_CREAT, is_lock=True)
     try:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -150,7 +161,7 @@ def why_not_replaced(path: Path) -> str:
     """Say why `replacing` could not write a file in its folder, which is not made; "": it could."""
     there = next(folder for folder in path.absolute().parents if os.path.lexists(folder))
     if not there.is_dir():
-        return f"{there} is a file"
+        return f"{there} is a {'file' if there.exists() else 'link that leads nowhere'}"
     if reason := _why_kept(path):
         return f"{path} {reason}"
     try:
@@ -188,16 +199,22 @@ def _why_kept(path: Path) -> str:
 
 
 @contextlib.contextmanager
-def temporary_folder() -> Iterator[tuple[Path, int]]:
+def temporary_folder(otherwise: Path | None = None, *, anywhere: bool = False) -> Iterator[tuple[Path, int]]:
     """Give the path of a new folder of this user's below TMPDIR, and the descriptor of its lock, for processes that
-    work in it. Removes the folder at the end. Raises OSError."""
-    root, owner = Path(tempfile.gettempdir()), os.getpid()
+    work in it. Removes the folder at the end. Raises OSError.
+
+    Args:
+        otherwise: folder to take, and to make if need be, where TMPDIR cannot be used: there is none, or others can
+            rename what is in it. None: OSError.
+        anywhere: take TMPDIR even if others can rename what is in it, as nothing from the folder is run.
+    """
+    root, owner = Path(tempfile.gettempdir()) if anywhere else _root(otherwise), os.getpid()
     sweep(root)
     while True:
-        path = root / f"packed_kv-{secrets.token_hex(8)}.tmp"
+        path = root / new_name()
         path.mkdir(0o700)
-        lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-        if _keep(lock, path, None):
+        lock = os.open(path / LOCK, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
+        if _keep(lock, path / LOCK, None):
             break
         os.close(lock)
     try:
@@ -208,34 +225,78 @@ def temporary_folder() -> Iterator[tuple[Path, int]]:
         os.close(lock)
 
 
-def sweep(folder: Path) -> None:
-    """Remove what killed processes of this user left in the making in a folder. What is still made is locked."""
-    with contextlib.suppress(OSError), os.scandir(folder) as entries:
-        for entry in entries:
-            if TEMPORARY.fullmatch(entry.name):
-                with contextlib.suppress(OSError):  # locked, another user's, or gone
-                    _remove_left(folder / entry.name)
-
-
-def _remove_left(path: Path) -> None:
-    left = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+def _root(otherwise: Path | None) -> Path:
+    """Return TMPDIR, or the other folder. Raises OSError."""
     try:
-        status = os.fstat(left)
-        if status.st_uid != os.geteuid():
-            return
-        fcntl.flock(left, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if stat.S_ISDIR(status.st_mode):
-            shutil.rmtree(path)
-        elif stat.S_ISREG(status.st_mode):
-            path.unlink()
+        root = Path(tempfile.gettempdir())  # FileNotFoundError: nothing can be written anywhere
+        if root.is_dir():
+            _check_names_stay(root, root.stat())
+        return root
+    except OSError:
+        if otherwise is None:
+            raise
+    otherwise.mkdir(mode=0o700, parents=True, exist_ok=True)
+    _check_names_stay(otherwise, otherwise.stat())
+    return otherwise
+
+
+def _check_names_stay(path: Path, status: os.stat_result) -> None:
+    """Raise PermissionError if others can rename this user's files in a folder: it has no sticky bit, and they can
+    write it, or it belongs to another user than root."""
+    is_shared = status.st_mode & OTHERS_WRITE or status.st_uid not in (0, os.geteuid())
+    if is_shared and not status.st_mode & stat.S_ISVTX:
+        of_whom = f"user {status.st_uid}, mode {stat.S_IMODE(status.st_mode):o}, no sticky bit"
+        reason = f"others can rename what is in it ({of_whom})"
+        raise PermissionError(errno.EPERM, reason, str(path))
+
+
+def new_name() -> str:
+    """Return a name for what is in the making on this machine."""
+    return f"packed_kv-{_machine()}-{secrets.token_hex(8)}.tmp"
+
+
+def _machine() -> str:
+    """Return a digest of the machine's name: locks of a file system may be told to no other machine."""
+    return hashlib.sha256(socket.gethostname().encode()).hexdigest()[:8]
+
+
+def sweep(path: Path) -> None:
+    """Remove what killed processes of this user on this machine left in the making in a folder, unless others can
+    rename what is there. What is still made is locked."""
+    with contextlib.suppress(OSError):
+        folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            _check_names_stay(path, os.fstat(folder))
+            for name in os.listdir(folder):
+                if (found := TEMPORARY.fullmatch(name)) and found[1] == _machine():
+                    with contextlib.suppress(OSError):  # locked, another user's, or gone
+                        _remove_left(folder, name)
+        finally:
+            os.close(folder)
+
+
+def _remove_left(folder: int, name: str) -> None:
+    """Remove a file of this user's, or a folder with a lock, if the lock is free. Raises OSError."""
+    status = os.stat(name, dir_fd=folder, follow_symlinks=False)
+    is_folder = stat.S_ISDIR(status.st_mode)
+    if status.st_uid != os.geteuid() or not (is_folder or stat.S_ISREG(status.st_mode)):
+        return
+    locked_file = f"{name}/{LOCK}" if is_folder else name
+    lock = os.open(locked_file, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=folder)  # NFS locks what is written
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if is_folder:
+            shutil.rmtree(name, dir_fd=folder)
+        else:
+            os.unlink(name, dir_fd=folder)
     finally:
-        os.close(left)
+        os.close(lock)
 
 
 def _make_file(path: Path, mode: int, folder: int | None) -> tuple[BinaryIO, Path]:
     """Return a new locked file beside `path`, open for writing, and its path."""
     while True:
-        temporary = path.with_name(f".packed_kv-{secrets.token_hex(8)}.tmp")
+        temporary = path.with_name(f".{new_name()}")
         file = os.open(_at(folder, temporary), os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode, dir_fd=folder)
         if _keep(file, temporary, folder):
             return open(file, "wb"), temporary
@@ -264,5 +325,6 @@ def _at(folder: int | None, path: Path) -> str:
 def _check_own(path: Path, status: os.stat_result, remedy: str = "delete it") -> None:
     if status.st_uid != os.geteuid():
         raise Untrusted(f"{path} belongs to user {status.st_uid}, not to {os.geteuid()}", remedy)
-    if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        raise Untrusted(f"others can write {path} (mode {status.st_mode & 0o777:o})", remedy)
+    if status.st_mode & OTHERS_WRITE:
+        what = f"others can write {path} (mode {status.st_mode & 0o777:o})"
+        raise Untrusted(what, f"run: chmod go-w {path}, or {remedy}" if stat.S_ISDIR(status.st_mode) else remedy)

@@ -16,14 +16,14 @@ lower the divergence. The metadata says in JSON what the file was made from.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from packed_kv.json_file import not_a_file
-from packed_kv.private_file import replacing
+from packed_kv.private_file import open_regular, replacing
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
@@ -138,12 +138,11 @@ class Baseline:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        if what := not_a_file(path):
-            raise BaselineError(f"baseline {path} is {what}; give a file that --emit wrote")
         try:
+            os.close(open_regular(path))
             self.file = safe_open(path, "pt")
         except (OSError, SafetensorError) as error:
-            raise BaselineError(f"baseline {path} cannot be read: {error}") from error
+            raise BaselineError(f"baseline {path} cannot be read: {error}; give a file that --emit wrote") from error
         metadata = self.file.metadata() or {}
         if metadata.get("format") != FORMAT:
             raise BaselineError(f"{path} is no baseline ({FORMAT}); make one with --emit {path}")

@@ -68,7 +68,7 @@ def add_generation_arguments(parser: argparse.ArgumentParser) -> None:
 def run_generation(options: argparse.Namespace) -> int:
     """The baseline first, then every dtype. Returns the exit code."""
     settings, identity = check_settings(options)
-    with temporary_folder() as (folder, _):
+    with temporary_folder(anywhere=True) as (folder, _):
         path = options.baseline or options.emit or folder / "baseline.safetensors"
         if not options.baseline:
             run_baseline(generate_baseline, settings, path, identity, options.top_k)

@@ -63,7 +63,7 @@ def run_text(options: argparse.Namespace) -> int:
 
 def measure_text(options: argparse.Namespace, settings: Settings, identity: dict[str, Any]) -> Report:
     """Measure the baseline, unless one is given, and every dtype."""
-    with temporary_folder() as (folder, _):
+    with temporary_folder(anywhere=True) as (folder, _):
         path = options.baseline or options.emit or folder / "baseline.safetensors"
         if not options.baseline:
             say_how_many(options, baseline=True)

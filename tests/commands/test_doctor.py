@@ -221,7 +221,7 @@ def test_tiers_that_cannot_be_written(probed, tmp_path: Path, monkeypatch: pytes
     ]
     assert at_file == f"--tiers {tmp_path}/file: {tmp_path}/file is not a folder; name another"
     assert below == f"--tiers {tmp_path}/file/x: {tmp_path}/file is not a folder; name another"
-    assert proc.startswith("--tiers /proc cannot be written (")
+    assert proc.startswith("--tiers: /proc cannot be written to (")
     assert there.startswith(f"OK    tier {tmp_path}: ") and [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
@@ -264,7 +264,7 @@ def test_plan_and_doctor_name_a_model_alike(
     if source.startswith("link"):
         (tmp_path / "link").symlink_to(folder)
         folder = tmp_path
-    monkeypatch.setattr(config_file, "_from_hub", lambda name: DEMO_MODEL / "config.json")
+    monkeypatch.setattr(config_file, "_from_hub", lambda name: (DEMO_MODEL / "config.json", False))
     monkeypatch.chdir(folder)
     name = {"link": "link", "nobody": "nobody/hub"}.get(source.partition("/")[0], "demo-7m")
     assert any(line.startswith(f"OK    {name}: 6 full layers") for line in lines(source))

@@ -7,15 +7,19 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import tiny_models
 import torch
+from checkout import DEMO_MODEL
 from harness import HYBRIDS, Start, engine, kv_tokens
 from packed_kv.engine import capacity
 from packed_kv.formats import FORMATS
+from packed_kv.model.config_fields import BadInput
 from packed_kv.sharing.fingerprint import fingerprint
 from packed_kv_quality.engines import bytes_per_request
+from vllm.engine.arg_utils import EngineArgs
 
 ON_CPU = ("GraniteMoeHybridForCausalLM", "JambaForCausalLM")
 
@@ -75,3 +79,14 @@ def test_states(architecture: str, lines: list[str], start: Start) -> None:
     else:
         assert ratio < 3.7
         assert any(line.endswith("; --prefix-match-unit 16 allows partial hits") for line in lines)
+
+
+def test_a_config_whose_pages_cannot_be_counted_is_left_to_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`check_padding` asks for the pages again when vLLM has made them."""
+    count = Mock(side_effect=BadInput("window is -1"))
+    monkeypatch.setattr(capacity, "packed_pages", count)
+    options = EngineArgs(
+        str(DEMO_MODEL), kv_cache_dtype="tq4", skip_tokenizer_init=True, kv_cache_dtype_skip_layers=["0"]
+    )
+    capacity.check_planned_padding(options.create_engine_config())
+    assert count.call_count == 1

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import pwd
 import re
 import shutil
 import stat
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -58,6 +60,22 @@ def test_a_kernel_is_compiled_once(folder: Path, lines: Callable[[], list[str]])
     assert compiler.calls == 1 and not lines()
     assert os.listdir(folder) == [NAME]
     assert (mode(folder), mode(folder / NAME)) == (0o700, 0o600)
+
+
+def test_a_warm_cache_is_read_without_a_folder_for_temporary_files(
+    folder: Path, lines: Callable[[], list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def nowhere() -> str:
+        raise FileNotFoundError(errno.ENOENT, "No usable temporary directory found")
+
+    compiler = Compiler()
+    kernel_cache.load_or_compile(NAME, compiler)
+    kernel_cache._sweep_once.cache_clear()
+    monkeypatch.setattr(tempfile, "gettempdir", nowhere)
+    for _ in range(2):
+        assert kernel_cache.load_or_compile(NAME, compiler) == CODE
+    assert compiler.calls == 1 and not lines()
+    assert kernel_cache._sweep_once.cache_info().misses == 1
 
 
 def flip(path: Path) -> None:
@@ -116,7 +134,8 @@ def directory(path: Path) -> None:
     [
         (
             lambda path: path.parent.chmod(0o770),
-            r"others can write .*packed_kv \(mode 770\); name a folder of your own by PACKED_KV_CACHE",
+            r"others can write .*packed_kv \(mode 770\); run: chmod go-w .*packed_kv, or name a folder of your own by "
+            "PACKED_KV_CACHE",
         ),
         (lambda path: path.parent.chmod(0o707), r"others can write .*packed_kv \(mode 707\)"),
         (lambda path: path.chmod(0o620), rf"others can write .*{NAME} \(mode 620\); delete it"),

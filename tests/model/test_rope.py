@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import transformers
-from packed_kv.model.rope import Rope, rope_parameters
+from packed_kv.model.rope import Rope, longest_with_short_factors, rope_parameters
 
 DEFAULT = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 1.0, "mrope_interleaved": False}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 2048}
@@ -65,3 +65,19 @@ def test_objects_and_files_agree(config: transformers.PretrainedConfig) -> None:
 def test_pairs() -> None:
     assert Rope((1.0, 0.1, 0.0)).pairs() == [(0, 3), (1, 4), (2, 5)]
     assert Rope((1.0, 0.1, 0.0), interleaved=True).pairs() == [(0, 1), (2, 3), (4, 5)]
+
+
+@pytest.mark.parametrize(
+    ("fields", "longest"),
+    [
+        ({"original_max_position_embeddings": 64, "max_position_embeddings": 512}, 64),
+        ({"max_position_embeddings": 512}, 512),
+        ({}, None),
+        ({"original_max_position_embeddings": "64"}, None),
+        ({"original_max_position_embeddings": 0}, None),
+    ],
+)
+def test_the_longest_context_with_short_factors(fields: dict[str, Any], longest: int | None) -> None:
+    """Of longrope; None where a config has no length, or one that is no number."""
+    ropes = rope_parameters({"rope_scaling": {"type": "longrope"}, **fields})
+    assert longest_with_short_factors(ropes) == longest

@@ -10,9 +10,10 @@ import pytest
 from checkout import DEMO_MODEL
 from packed_kv.commands.plan import main
 from packed_kv.engine import registration
-from packed_kv.model.cache_scheme import asked_cache
+from packed_kv.model.cache_scheme import asked_cache, describe_cache_scheme
 from packed_kv.model.shape import parse
 from packed_kv.planning.weights import weights
+from packed_kv.settings.facts import auto_cache
 from test_plan import SHAPE_8B
 from vllm.engine.arg_utils import EngineArgs
 
@@ -143,3 +144,23 @@ def _handler() -> registration.PackedDTypeHandler:
     handler = registration.PackedDTypeHandler()
     handler.name = "tq4"
     return handler
+
+
+@pytest.mark.parametrize(
+    ("quantization", "reason"),
+    [
+        ({"kv_cache_quantized_layers": ["model.layers.0"]}, "kv_cache_quantized_layers is"),
+        ({"kv_cache_quantized_layers": {"model.layers.0": "fp8"}}, "model.layers.0 is"),
+        ({"kv_cache_quantized_layers": {"model.layers.0": {"quant_algo": 8}}}, "quant_algo is 8"),
+        ({"quantization": {"kv_cache_quantized_layers": {"model.layers.0": {"quant_algo": 8}}}}, "quant_algo is 8"),
+        ({"quantization": [8]}, "quantization is [8]"),
+        ({"quant_method": 8}, "quant_method is 8"),
+    ],
+)
+def test_what_cannot_be_read_does_not_end_a_start(quantization: dict, reason: str) -> None:
+    quantization = {"quant_method": "modelopt", **quantization}
+    (line,) = describe_cache_scheme(quantization).splitlines()
+    assert line.startswith("what the checkpoint asks of the KV cache is not understood (") and reason in line
+    model = SimpleNamespace(quantization_config=quantization)
+    auto = auto_cache(SimpleNamespace(model_config=SimpleNamespace(hf_config=model)))
+    assert auto == "" or "quantized_layers" in reason

@@ -14,12 +14,14 @@ from functools import partial
 from pathlib import Path
 from statistics import mean
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
 from checkout import DEMO_MODEL, REPO
 from coverage_models import MODELS
 from huggingface_hub import errors
+from packed_kv import private_file
 from packed_kv.commands.plan import main
 from packed_kv.formats import FORMATS
 from packed_kv.model.config_fields import BadInput
@@ -422,6 +424,23 @@ def test_models_that_the_hub_does_not_give(
     assert f"{said}; give the folder of a model" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("error", [OSError("Too Many Requests"), ValueError("no"), errors.EntryNotFoundError("no")])
+def test_an_optional_file_that_the_hub_does_not_give(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The Hub is asked once whether it answers."""
+    probes: list[None] = []
+
+    def download(name: str, file: str, local_files_only: bool) -> str:
+        assert name == "some/model" and not local_files_only
+        if file != "config.json":
+            raise error
+        return str(DEMO_MODEL / file)
+
+    monkeypatch.setattr(config_file, "_answers", lambda: not probes.append(None))
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", download)
+    config, _ = config_file.load("some/model")
+    assert config["model_type"] and "quantization_config" not in config and len(probes) == 1
+
+
 def test_arguments_change_what_they_say(shape_8b: str, capsys: pytest.CaptureFixture[str]) -> None:
     card = (shape_8b, "--gpu", "L40S", "--context", "8k", "--users", "8")
 
@@ -567,9 +586,9 @@ def test_a_file_that_is_not_ours_to_write(
 ) -> None:
     """Whoever runs the tests may write everything."""
     pytest.importorskip("matplotlib")
-    monkeypatch.setattr(os, "access", lambda path, mode: path != tmp_path)
+    monkeypatch.setattr(private_file, "_make_file", Mock(side_effect=PermissionError(13, "Permission denied")))
     assert main([shape_8b, "--gpu", "H200", "--plot", str(tmp_path / "plan.png")]) == 2
-    assert "plan.png cannot be written" in capsys.readouterr().err
+    assert f"{tmp_path} cannot be written to (Permission denied)" in capsys.readouterr().err
 
 
 BAD_CONFIGS = {

@@ -24,6 +24,7 @@ from harness import engine
 from packed_kv import FORMATS
 from packed_kv.calibration_file import CalibrationError, load
 from packed_kv.engine import metrics
+from packed_kv.private_file import new_name
 from packed_kv.settings import self_calibration
 from packed_kv.settings.self_calibration import cached_file, resolve_auto
 from vllm import envs
@@ -88,9 +89,14 @@ def copies(file: Path) -> str:
 
 
 def test_an_engine_calibrates_its_model_once(
-    model: str, cache: Path, log: list[str], monkeypatch: pytest.MonkeyPatch
+    model: str, cache: Path, log: list[str], request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All of it: the engine core asks, tq-calibrate runs, the layers have the means; the next engine finds the file."""
+    """All of it: the engine core asks, tq-calibrate runs, the layers have the means; the next engine finds the file.
+
+    Where new files are writable by a group, too: by a umask of 002, the default of several Linux distributions.
+    """
+    umask = os.umask(0o002)
+    request.addfinalizer(lambda: os.umask(umask))
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
     short = ("--tokens", "512")  # the command's own number takes too long for a test
     replace_popen(monkeypatch, lambda command, **how: subprocess.Popen([*command, *short], **how))
@@ -144,6 +150,7 @@ def test_one_of_several_processes_calibrates(
 ENGINE = """\
 import subprocess, sys
 from types import SimpleNamespace
+from packed_kv.private_file import new_name
 from packed_kv.settings import self_calibration
 from vllm.engine.arg_utils import EngineArgs
 
@@ -349,6 +356,14 @@ def test_a_cache_that_is_not_this_users_alone_costs_time(
     assert not list(cache.glob("*.lock")) or reason == "Is a directory"
 
 
+@pytest.fixture
+def victim(cache: Path) -> Path:
+    """A file of this user's in the cache, to which links lead."""
+    cache.mkdir(parents=True, mode=0o700)
+    (cache / "victim").write_text("precious")
+    return cache / "victim"
+
+
 def planted(path: Path) -> None:
     path.write_text("precious")
     os.chown(path, 1234, -1)
@@ -368,7 +383,7 @@ def test_a_planted_file_is_not_loaded_but_replaced(
     plant: Callable[[Path], object],
     reason: str,
     model: str,
-    cache: Path,
+    victim: Path,
     tmp_path: Path,
     log: list[str],
     monkeypatch: pytest.MonkeyPatch,
@@ -376,13 +391,11 @@ def test_a_planted_file_is_not_loaded_but_replaced(
     if plant is planted and os.geteuid():
         pytest.skip("only root can give a file away")
     path = cached_file(settings(model))
-    cache.mkdir(parents=True, mode=0o700)
-    (cache / "victim").write_text("precious")
     plant(path)
     commands = instead(monkeypatch, copies(write(tmp_path, content(1))))
     assert resolved(settings(model)) == path
     assert len(commands) == 1 and not path.is_symlink() and load(path).version == 1
-    assert (cache / "victim").read_text() == "precious"
+    assert victim.read_text() == "precious"
     assert log[0].startswith(f"KV cache calibration: {reason.format(path=path)}") and log[0].endswith(
         "it was deleted and is made again"
     )
@@ -397,7 +410,7 @@ def test_a_planted_file_is_not_loaded_but_replaced(
 def test_a_planted_lock_harms_nothing(
     plant: Callable[[Path], object],
     model: str,
-    cache: Path,
+    victim: Path,
     until_exit: Path,
     tmp_path: Path,
     log: list[str],
@@ -405,12 +418,10 @@ def test_a_planted_lock_harms_nothing(
 ) -> None:
     """No file of this user's is truncated, and no FIFO is waited for."""
     lock = cached_file(settings(model)).with_suffix(".lock")
-    cache.mkdir(parents=True, mode=0o700)
-    (cache / "victim").write_text("precious")
     plant(lock)
     instead(monkeypatch, copies(write(tmp_path, content(1))))
     assert resolved(settings(model)).parent.parent == until_exit
-    assert (cache / "victim").read_text() == "precious"
+    assert victim.read_text() == "precious"
     assert f"{lock} is not a regular file; delete it" in log[0]
 
 
@@ -418,7 +429,7 @@ def test_what_a_killed_calibration_left_is_removed(
     model: str, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cache.mkdir(parents=True, mode=0o700)
-    (cache / ".packed_kv-0123456789abcdef.tmp").touch()
+    (cache / f".{new_name()}").touch()
     instead(monkeypatch, copies(write(tmp_path, content(1))))
     path = resolved(settings(model))
     assert sorted(cache.iterdir()) == [path, path.with_suffix(".lock")]

@@ -305,7 +305,10 @@ def test_damaged_pages_that_cannot_be_deleted_are_one_line(
     while (found := host.tier.lookup(KEYS[8], REQUEST)) is LookupResult.RETRY:
         host.tier._lookup_manager.flush()
     assert found is LookupResult.HIT
+    list(host.tier.take_events())
     assert host.store().success
+    announced = [key for event in host.tier.take_events() for key in event.keys]
+    assert sorted(announced) == sorted(KEYS[:7] + KEYS[8:]), "others are not told of pages that are not there"
     assert len(lines) == 1
 
 

@@ -12,7 +12,6 @@ import json
 import os
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib import import_module
@@ -34,7 +33,7 @@ from ..model.rope import Parameters
 from ..model.shape import Model, expanded_size, parse
 from ..planning.config_file import load, model_name
 from ..planning.plan import layers
-from ..private_file import open_regular
+from ..private_file import open_regular, why_not_replaced
 from ..refusals.table import refusals_of_model, untried
 from .arguments import EXIT_BAD_INPUT, GIB, LONGEST_LINE, Parser, installed_vllm
 
@@ -346,10 +345,7 @@ def _tier(folder: Path) -> Finding:
         return Finding(False, f"--tiers {folder}: {there} is not a folder; name another")
     if there != folder:
         return Finding(False, f"--tiers {folder} is not a folder; run: mkdir -p {folder}")
-    try:
-        tempfile.TemporaryFile(dir=folder).close()
-        state = os.statvfs(folder)
-    except OSError as error:
-        reason = f"cannot be written ({error.strerror})"
-        return Finding(False, f"--tiers {folder} {reason}; give it to the user who serves, or name another")
+    if reason := why_not_replaced(folder / "pages"):
+        return Finding(False, f"--tiers: {reason}; give it to the user who serves, or name another")
+    state = os.statvfs(folder)
     return Finding(True, f"tier {folder}: {state.f_bavail * state.f_frsize / GIB:.1f} GiB free")

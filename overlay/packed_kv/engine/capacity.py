@@ -196,11 +196,20 @@ def check_planned_padding(vllm_config: VllmConfig) -> None:
         return
     try:
         shape = model_shape.parse(model.hf_config.to_dict(), model.model, parallel.tensor_parallel_size)
+        pages = _planned_pages(shape, vllm_config)
     except BadInput:
         return
+    for page in pages:
+        refuse(Facts(Cache(skip_layers=words), page), cache.cache_dtype)
+
+
+def _planned_pages(shape: model_shape.Model, vllm_config: VllmConfig) -> list[Pages]:
+    """Return the pages that `packed-kv plan` counts; []: vLLM counts others. Raises BadInput."""
+    model, cache = vllm_config.model_config, vllm_config.cache_config
+    words = cache.kv_cache_dtype_skip_layers
     is_chunked = any(layer.kind == "chunked" for layer in shape.attention)  # refused when the layers are made
     if is_chunked or len({(layer.kv_heads, layer.head_size, layer.value_size) for layer in shape.attention}) > 1:
-        return
+        return []
     serving = Serving(
         model.max_model_len,
         read_options(vllm_config.additional_config).recent_tokens,
@@ -210,8 +219,7 @@ def check_planned_padding(vllm_config: VllmConfig) -> None:
         block_size=cache.block_size or MICRO_BLOCK,
         on_gpu=not current_platform.is_cpu(),
     )
-    for page in packed_pages(shape, cache.cache_dtype, serving):
-        refuse(Facts(Cache(skip_layers=words), page), cache.cache_dtype)
+    return list(packed_pages(shape, cache.cache_dtype, serving))
 
 
 def _sliding_word(layer: model_shape.Layer) -> str:

@@ -43,6 +43,7 @@ FLOAT32_PROMPTS = (
     ", and so do prompts, which read packed keys and values, their own among them; --dtype bfloat16 is faster, and "
     "a prompt in one chunk is as without packing"
 )
+FLOAT32_LATENTS = ", and so do writing pages and reading cached prefixes; --dtype bfloat16 is faster"
 
 
 def register_formats() -> None:
@@ -248,7 +249,8 @@ class PackedDTypeHandler:
         if asked := describe_cache_scheme(quantization_of(vllm_config)):
             logger.info("KV cache dtype %s: %s", self.name, asked)
         if facts.given.is_fp32:
-            read = "" if facts.latents.is_mla else FLOAT32_PROMPTS
+            on_gpu = FLOAT32_LATENTS if facts.engine.platform != "cpu" else ""
+            read = on_gpu if facts.latents.is_mla else FLOAT32_PROMPTS
             logger.info("KV cache dtype %s: float32 activations: decodes run in PyTorch%s", self.name, read)
         if facts.latents.is_mla and facts.engine.platform == "cpu":
             _warn_of_rotary_embedding(vllm_config)

@@ -14,6 +14,7 @@ import os
 import tempfile
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 from ..private_file import Untrusted, own_folder, read_own, replace_file, sweep, why_not_replaced
@@ -57,10 +58,10 @@ def load_or_compile(name: str, compile_kernel: Callable[[], bytes], *, again: bo
         _warn(f"compiled kernels are not kept, and compiled at each start: {_with_remedy(error)}")
         return compile_kernel()
     keep = True
+    _sweep_once(path.parent)
     try:
         if not again:
             with own_folder(path.parent, ANOTHER) as folder:
-                _sweep_once(path.parent)
                 return _read(folder, path)
     except FileNotFoundError:
         pass
@@ -120,7 +121,8 @@ _one_thread = threading.Lock()
 def _sweep_once(cache: Path) -> None:
     """Remove what killed compiles left, in the cache and in TMPDIR."""
     sweep(cache)
-    sweep(Path(tempfile.gettempdir()))
+    with suppress(OSError):  # nothing can be written anywhere
+        sweep(Path(tempfile.gettempdir()))
 
 
 @functools.cache

@@ -6,7 +6,7 @@ from collections import Counter
 
 from ..json_file import printable
 from .config_defaults import Config
-from .config_fields import nested, word
+from .config_fields import BadInput, nested, word
 from .shape import FP8
 
 
@@ -31,8 +31,12 @@ def asked_cache(quantization: Config) -> str:
 
 
 def describe_cache_scheme(quantization: Config) -> str:
-    """One line for a checkpoint that asks for a KV-cache dtype of its own; "": it does not. Raises BadInput."""
-    asked, layers = asked_cache(quantization), layers_asked(quantization)
+    """One line for a checkpoint that asks for a KV-cache dtype of its own, or in words that cannot be read; "": it asks
+    for none."""
+    try:
+        asked, layers = asked_cache(quantization), layers_asked(quantization)
+    except BadInput as error:
+        return f"what the checkpoint asks of the KV cache is not understood ({error}); packed dtypes set it aside"
     said = []
     if asked:
         said.append(

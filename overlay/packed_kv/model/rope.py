@@ -76,11 +76,12 @@ def rope_parameters(config: Any) -> dict[str, Parameters]:
 
 
 def longest_with_short_factors(ropes: Mapping[str, Parameters]) -> int | None:
-    """Largest `max_model_len` with which vLLM turns keys by longrope's short factors; None: no RoPE is longrope."""
+    """Largest `max_model_len` with which vLLM turns keys by longrope's short factors; None: no RoPE is longrope
+    with a length."""
     lengths = [
-        int(rope["original_max_position_embeddings"]) for rope in ropes.values() if rope["rope_type"] == "longrope"
+        rope.get("original_max_position_embeddings") for rope in ropes.values() if rope["rope_type"] == "longrope"
     ]
-    return max(lengths, default=None)
+    return max((int(length) for length in lengths if isinstance(length, int | float) and length > 0), default=None)
 
 
 def rope_in_words(parameters: Parameters) -> str:

@@ -27,7 +27,7 @@ def load(source: str) -> tuple[Config, Path | None]:
     """
     if not source or len(source) > LONGEST_NAME or not source.isprintable():
         raise BadInput(f"{printable(source, 60)} is not a model name; give a folder, a config.json or an id of the Hub")
-    is_local = True
+    is_local = answers = True
     try:
         path = Path(os.path.expanduser(source))
         if path.is_dir():
@@ -35,13 +35,13 @@ def load(source: str) -> tuple[Config, Path | None]:
             if not path.is_file():
                 raise BadInput(f"{source} has no config.json{_other_model(path.parent)}")
         elif not path.is_file():
-            path = _from_hub(source)
             is_local = False
+            path, answers = _from_hub(source)
         elif path.suffix.lower() == GGUF:
             raise BadInput(f"{source} is a GGUF file, which is not read here; {ORIGINAL}")
         config = read_json(path)
         if isinstance(config, dict) and config.get("quantization_config") is None:
-            beside = path.with_name(QUANTIZATION) if is_local else _quantization_from_hub(source)
+            beside = path.with_name(QUANTIZATION) if is_local else _quantization_from_hub(source, answers)
             if beside is not None and beside.is_file():
                 path = beside
                 config["quantization_config"] = read_json(path)
@@ -83,7 +83,8 @@ def model_name(source: str) -> str:
     return path.parent.name if path.name == "config.json" else path.name
 
 
-def _from_hub(name: str) -> Path:
+def _from_hub(name: str) -> tuple[Path, bool]:
+    """Return the config.json of an id, and whether the Hub answers; else it was fetched before. Raises BadInput."""
     what = f"{name} is neither a folder nor a file"
     if name.count("/") > 1 or name.startswith((".", "/", "~")):
         raise BadInput(f"{what}; give the folder of a model, its config.json, or an id of the Hugging Face Hub")
@@ -94,7 +95,7 @@ def _from_hub(name: str) -> Path:
         raise BadInput(f"{what}; to look on the Hugging Face Hub: pip install huggingface_hub") from error
     answers = _answers()  # else each of the library's five retries waits
     try:
-        return Path(hf_hub_download(name, "config.json", local_files_only=not answers))
+        return Path(hf_hub_download(name, "config.json", local_files_only=not answers)), answers
     except (OSError, ValueError) as error:
         if not answers or isinstance(error, LocalEntryNotFoundError):
             reason = "it does not answer"
@@ -108,14 +109,14 @@ def _from_hub(name: str) -> Path:
         raise BadInput(f"{what}; give the folder of a model, or its config.json") from error
 
 
-def _quantization_from_hub(name: str) -> Path | None:
-    """The file of Model-Optimizer beside a config.json that was fetched; None: there is none."""
+def _quantization_from_hub(name: str, answers: bool) -> Path | None:
+    """The file of Model-Optimizer beside a config.json that was fetched; None: there is none, or none is to be had."""
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import EntryNotFoundError
 
     try:
-        return Path(hf_hub_download(name, QUANTIZATION, local_files_only=not _answers()))
-    except EntryNotFoundError:
+        return Path(hf_hub_download(name, QUANTIZATION, local_files_only=not answers))
+    except (EntryNotFoundError, OSError, ValueError):
         return None
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import TYPE_CHECKING, Any
 
 from vllm.platforms import current_platform
@@ -9,7 +10,7 @@ from vllm.platforms import current_platform
 from ..formats import FORMATS
 from ..model.architectures import LATENT_SINKS
 from ..model.cache_scheme import asked_cache
-from ..model.config_fields import all_pick
+from ..model.config_fields import BadInput, all_pick
 from ..refusals.facts import Architecture, Cache, Drafts, Engine, Facts, Given, Latents, Layer, Pages, Parallel, Vllm
 from ..refusals.table import refuse
 from ..vllm_compat import (
@@ -111,8 +112,10 @@ def is_draft(config: VllmConfig) -> bool:
 
 
 def auto_cache(config: VllmConfig) -> str:
-    """The dtype that `--kv-cache-dtype auto` would be by the checkpoint; "": the model's own."""
-    return asked_cache(quantization_of(config))
+    """The dtype that `--kv-cache-dtype auto` would be by the checkpoint; "": the model's own, or it cannot be read."""
+    with contextlib.suppress(BadInput):  # describe_cache_scheme says it
+        return asked_cache(quantization_of(config))
+    return ""
 
 
 def quantization_of(config: VllmConfig) -> dict[str, Any]:

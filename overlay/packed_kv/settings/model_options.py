@@ -6,7 +6,7 @@ import dataclasses
 import re
 from typing import TYPE_CHECKING, Any
 
-from ..model.rope import rope_parameters
+from ..model.rope import longest_with_short_factors, rope_parameters
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -80,9 +80,8 @@ def _by_length(model: ModelConfig) -> dict[str, Any]:
     (`Llama4ForCausalLM`)."""
     found: dict[str, Any] = {}
     for kind, rope in rope_parameters(model.hf_text_config).items():
-        original = rope.get("original_max_position_embeddings")
-        if rope["rope_type"] == "longrope" and original:
-            found[f"long factors {kind}"] = model.max_model_len > original
+        if (short := longest_with_short_factors({kind: rope})) is not None:
+            found[f"long factors {kind}"] = model.max_model_len > short
         elif rope["rope_type"] == "dynamic" and model.architecture.startswith(CLIPS_ROPE):
             found[f"positions {kind}"] = model.max_model_len
     if model.architecture.startswith("Llama4"):

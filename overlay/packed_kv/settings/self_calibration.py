@@ -25,7 +25,7 @@ from vllm.logger import init_logger
 
 from ..calibration_content import VERSION
 from ..calibration_file import FILE_NAME, CalibrationError, load
-from ..model.rope import longest_with_short_factors, rope_parameters
+from ..model.rope import rope_parameters
 from ..private_file import Untrusted, locked, open_own, own_folder, sweep, temporary_folder, why_not_replaced
 from .calibration import model_folder
 from .model_options import MODEL_OPTIONS, TOKENIZER_OPTIONS, model_numbers, options_of
@@ -98,8 +98,6 @@ def cached_file(config: VllmConfig) -> Path:
         "dtype": _dtype(model),
         "context": min(CONTEXT, model.max_model_len),
     }
-    if (short := longest_with_short_factors(rope_parameters(model.hf_text_config))) is not None:
-        decides["long_factors"] = model.max_model_len > short
     digest = hashlib.sha256(json.dumps(decides, sort_keys=True).encode()).hexdigest()[:16]
     name = re.sub(r"[^\w.-]+", "-", model.model.rstrip("/").rpartition("/")[2])
     return Path(vllm.envs.VLLM_CACHE_ROOT) / "packed_kv" / f"{name}-{digest}.json"
@@ -151,7 +149,10 @@ def _ensure(path: Path, config: VllmConfig) -> Path:
         try:
             made, lock = UNTIL_EXIT.enter_context(temporary_folder())
         except OSError as full:
-            raise CalibrationError(f'packed_kv.calibration "auto": TMPDIR cannot be written to ({full})') from full
+            raise CalibrationError(
+                f'packed_kv.calibration "auto": {error}; nor can TMPDIR be used ({full}); '
+                "name a folder of your own as TMPDIR"
+            ) from full
         path = made / path.name
         _calibrate(path, config, lock)
     try:

@@ -226,7 +226,7 @@ class PackedFileTier(FileSystemTierManager):
     def submit_store(self, job_metadata: TransferJob) -> None:
         job = job_metadata.job_id
         if self.events is not None:
-            self.internals.store_keys[job] = list(job_metadata.keys)
+            self.internals.store_keys[job] = [key for key in job_metadata.keys if self._path(key) not in self.stuck]
         count_chunks(self, job_metadata)
         tasks = self._tasks(job_metadata, self._store)
         self.internals.pool.enqueue_store(job, len(tasks), tasks)

@@ -6,13 +6,13 @@ Before an engine starts, vLLM's tier `fs` in `--kv-transfer-config` becomes `fil
 from __future__ import annotations
 
 import contextlib
-import uuid
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vllm.logger import init_logger
 
+from ..private_file import why_not_replaced
 from ..settings.connectors import connectors
 from .fingerprint import page_format
 
@@ -76,16 +76,13 @@ def _register() -> None:
 
 def _unusable(root: str) -> str:
     """Say why nothing can be written into a folder, which is made if it is missing; "": it can."""
-    probe = Path(root, f".packed_kv_{uuid.uuid4().hex}".ljust(LONGEST, "_"))
+    pages = Path(root, "_" * LONGEST)
     try:
-        private_folder(probe.parent)
-        try:
-            probe.write_bytes(bytes(4096))
-        finally:
-            probe.unlink(missing_ok=True)
+        private_folder(pages.parent)
     except (OSError, ValueError) as error:  # ValueError: a NUL
         return f"root_dir {root!r}: {error}"
-    return ""
+    reason = why_not_replaced(pages)
+    return f"root_dir {root!r}: {reason}" if reason else ""
 
 
 def private_folder(path: Path) -> None:

@@ -221,7 +221,7 @@ def test_a_folder_that_cannot_be_written(cache: Path, tmp_path: Path, monkeypatc
 def test_a_folder_that_is_not_there(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "gone"))
     line = error_of(lambda: answer(3))
-    assert f"{tmp_path}/gone/packed_kv-" in line and "as TMPDIR" in line
+    assert f"{tmp_path}/gone/packed_kv-" in line and f"as TMPDIR (now {tmp_path}/gone)" in line
 
 
 def test_a_compiler_whose_folder_is_full(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -280,3 +280,20 @@ def test_a_library_needs_the_c_library_alone() -> None:
     content = Path(library._name).read_bytes()
     needed = set(re.findall(rb"lib[\w+.-]+\.so[.\d]*", content))
     assert needed <= {b"libc.so.6", b"libm.so.6", b"libdl.so.2"} and isinstance(library, ctypes.CDLL), needed
+
+
+def test_a_library_is_compiled_in_the_cache_where_others_can_change_tmpdir(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    shared.chmod(0o777)
+    monkeypatch.setattr(tempfile, "tempdir", str(shared))
+    (tmp_path / "bin").mkdir()
+    script = f'pwd >> {tmp_path}/where; exec c++ "$@"'
+    monkeypatch.setenv("CXX", str(program(tmp_path / "bin", "mycc", script)))
+    assert answer(3) == 3
+    assert (tmp_path / "where").read_text().splitlines()[-1].startswith(f"{cache}/packed_kv-")
+    assert len(os.listdir(cache)) == 1 and not os.listdir(shared)
+    cache.chmod(0o777)
+    assert "others can rename what is in it" in error_of(lambda: answer(4))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from types import SimpleNamespace
 from typing import NamedTuple
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -121,12 +122,14 @@ def test_triton_launches_as_bound_launches_do() -> None:
     [
         f"def run(self):\n    kernel.run({', '.join(RUN[:-2])}, {RUN[-1]})",  # a hook less
         f"def run(self):\n    kernel.launch({', '.join(RUN)})",
+        OSError("could not get source code"),
+        TypeError("module, class, method, function, traceback, frame, or code object was expected"),
     ],
 )
 def test_another_triton_launches_through_its_jit(
-    source: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    source: str | Exception, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(launch.inspect, "getsource", lambda method: source)
+    monkeypatch.setattr(launch.inspect, "getsource", Mock(side_effect=[source]))
     monkeypatch.setattr(launch.logger, "propagate", True)  # vLLM's loggers keep their lines to themselves
     launch.can_bind.cache_clear()
     try:

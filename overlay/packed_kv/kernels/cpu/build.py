@@ -15,6 +15,7 @@ import logging
 import os
 import re
 import subprocess
+import tempfile
 from contextlib import suppress
 from importlib import resources
 from pathlib import Path
@@ -23,7 +24,7 @@ from typing import NamedTuple
 import torch
 
 from ...private_file import temporary_folder
-from ..kernel_cache import load_or_compile
+from ..kernel_cache import NoHome, cache_folder, load_or_compile
 from .compiler import BuildError, Compiler, Target, best_target, find_compiler, processor
 
 logger = logging.getLogger("vllm.packed_kv")
@@ -135,7 +136,7 @@ def read_sources(program: Program) -> dict[str, str]:
 
 def _compile(program: Program, sources: dict[str, str], compiler: Compiler, flags: tuple[str, ...]) -> bytes:
     try:
-        with temporary_folder() as (folder, lock):
+        with temporary_folder(_otherwise()) as (folder, lock):
             for name, text in sources.items():
                 (folder / name).write_text(text)
             command = [*compiler.command, *flags, program.main, "-o", LIBRARY, *LIBRARIES]
@@ -168,8 +169,18 @@ def _remedy(said: str) -> str:
     """Return what helps where files cannot be written or loaded. `said`: of an error, or of a compiler."""
     if any(reason in said for reason in TOO_LARGE):
         return "raise the largest size of a file (ulimit -f)"
-    folder = os.environ.get("TMPDIR") or "/tmp"
-    return f"name a folder that has room, and whose programs may run, as TMPDIR (now {folder})"
+    try:
+        folder = tempfile.gettempdir()
+    except FileNotFoundError:
+        folder = "none"
+    return f"name a folder of your own that has room, and whose programs may run, as TMPDIR (now {folder})"
+
+
+def _otherwise() -> Path | None:
+    """Return the folder to compile in where others can change TMPDIR: the cache's, if it is known."""
+    with suppress(NoHome):
+        return cache_folder()
+    return None
 
 
 def _open(stem: str, code: bytes) -> ctypes.CDLL:
@@ -178,7 +189,7 @@ def _open(stem: str, code: bytes) -> ctypes.CDLL:
     with suppress(OSError):
         return _open_in_memory(stem, code)
     try:
-        with temporary_folder() as (folder, _):
+        with temporary_folder(_otherwise()) as (folder, _):
             path = folder / f"{stem}.so"
             path.write_bytes(code)
             return ctypes.CDLL(str(path))

@@ -69,7 +69,10 @@ def _leaves(values: tuple[Value, ...]) -> Iterator[Any]:
 @functools.cache
 def can_bind() -> bool:
     """Return whether Triton's JIT launches compiled kernels as a bound launch does. If not, say so once in the log."""
-    given = _given_to_run(inspect.getsource(triton.runtime.jit.JITFunction.run))
+    try:
+        given = _given_to_run(inspect.getsource(triton.runtime.jit.JITFunction.run))
+    except (OSError, TypeError):  # compiled, or installed without sources
+        given = ("its source is missing",)
     if given == RUN:
         return True
     logger.warning(
