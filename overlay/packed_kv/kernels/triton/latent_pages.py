@@ -132,7 +132,8 @@ def decode_group(words, scales, zero, GROUP: tl.constexpr, LAYOUT: tl.constexpr)
     GROUPS: tl.constexpr = len(LAYOUT.keys.groups)
     UNIT: tl.constexpr = LAYOUT.keys.groups[GROUP].code.unit
     GAIN: tl.constexpr = LATENT_UNIT / UNIT
-    values = tl.reshape(decode_words(words, zero, GROUP, LAYOUT.keys), [MICRO_BLOCKS, 32, 2, 2, 2, 2])
+    VECTOR: tl.constexpr = LAYOUT.keys
+    values = tl.reshape(decode_words(words, zero, GROUP, VECTOR), [MICRO_BLOCKS, 32, 2, 2, 2, 2])
     if GROUPS % 8 == 0:
         both = scales[GROUP // 2] >> (16 * (GROUP % 2))
     else:

@@ -81,10 +81,12 @@ def load_value(base0, base1, lanes, LAYOUT: tl.constexpr):
 @triton.jit
 def decode_key(words, zero, group: tl.constexpr, LAYOUT: tl.constexpr):
     """One group of K, fp16 [32 tokens, 32 channels], in its unit and before its scales."""
-    return opaque(as_key(decode_codes(words, zero, group, LAYOUT.keys)))
+    VECTOR: tl.constexpr = LAYOUT.keys
+    return opaque(as_key(decode_codes(words, zero, group, VECTOR)))
 
 
 @triton.jit
 def decode_value(words, zero, group: tl.constexpr, LAYOUT: tl.constexpr):
     """One group of V, fp16 [32 channels, 32 tokens], in its unit and before its scales."""
-    return opaque(as_value(decode_codes(words, zero, group, LAYOUT.values)))
+    VECTOR: tl.constexpr = LAYOUT.values
+    return opaque(as_value(decode_codes(words, zero, group, VECTOR)))
