@@ -28,7 +28,7 @@ from packed_kv.attention.triton_store import TritonLatentStore
 from packed_kv.attention.warmup import PairWarmup, warm_up_latents
 from packed_kv.codecs.pages import PagedCodec
 from packed_kv.codecs.ring import Ring
-from packed_kv.kernels import ahead
+from packed_kv.kernels import precompile
 from packed_kv.kernels.cuda import kernel as cuda_kernel
 from packed_kv.kernels.cuda import latent_launch, latent_ring_launch, prefix_launch
 from packed_kv.kernels.cuda import launch as cuda
@@ -51,11 +51,11 @@ RING_BLOCK, WINDOW = 4, 8
 
 @pytest.fixture(autouse=True)
 def nothing_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ahead, "_compilations", {})
-    monkeypatch.setattr(ahead, "_unforeseen", set())
-    monkeypatch.setattr(ahead.logger, "propagate", True)
-    ahead._pool.cache_clear()
-    monkeypatch.setattr(ahead.os, "sched_getaffinity", lambda _process: {0, 1})
+    monkeypatch.setattr(precompile, "_compilations", {})
+    monkeypatch.setattr(precompile, "_unforeseen", set())
+    monkeypatch.setattr(precompile.logger, "propagate", True)
+    precompile._pool.cache_clear()
+    monkeypatch.setattr(precompile.os, "sched_getaffinity", lambda _process: {0, 1})
 
 
 def test_two_variants_compile_at_a_time() -> None:

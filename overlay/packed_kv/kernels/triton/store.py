@@ -437,7 +437,7 @@ def _store_groups(
             scale = search_scale(x, index, CODE, BINS)
             magnitudes, signs = quantize(x, scale, CODE, BINS)
         if ROW is not None:
-            HALF: tl.constexpr = ROW.half.key
+            HALF: tl.constexpr = ROW.half.keys
             HALF_SECTION: tl.constexpr = HALF.sections[NUMBER]
             place, n, number = page + inside * ROW.row_bytes, group % 2 * 8, group // 2
             store_codes(place, n, number, lane, stored, magnitudes, signs, True, HALF_SECTION, HALF, 4)
