@@ -11,9 +11,11 @@ import torch
 from packed_kv.attention.latent import base
 from packed_kv.attention.latent.impl import LatentAttentionImpl
 from packed_kv.attention.latent.metadata import LatentMetadata
+from packed_kv.attention.layouts import SparseLayout
 from packed_kv.attention.protocols import NewTokens
 from packed_kv.attention.sparse.impl import SparseLatentImpl
-from packed_kv.attention.sparse.metadata import SparseLatentMetadata
+from packed_kv.attention.sparse.layer import SparseKernels
+from packed_kv.attention.sparse.metadata import SparseDecodes, SparseLatentMetadata
 from packed_kv.attention.step import StepCache
 from packed_kv.attention.store import FunctionStore, LatentStore
 from packed_kv.window.metadata import WindowMetadata
@@ -132,3 +134,30 @@ def test_a_step_that_fails_between_store_and_attention_leaves_no_latents(in_step
     handed = impl.new_latents = vectors()
     forward()
     assert attended == [handed]
+
+
+@pytest.mark.parametrize("padded", [TOKENS, TOKENS + 3])
+def test_a_kernel_of_picks_gets_as_many_decodes_as_were_prepared(padded: int) -> None:
+    """By each layer of a step whose metadata count the rows that pad a graph's batch as decodes, too."""
+    seen: list[tuple[int, ...]] = []
+
+    class Decode:
+        def prepare(self, batch: SparseDecodes) -> int:
+            seen.append((batch.tokens, len(batch.requests)))
+            return batch.tokens
+
+        def attend(self, step: int, _cache: Any, queries: Any, ring: Any = None, output: Any = None) -> None:
+            assert [len(x) for x in (*queries, output)] == [step] * 4
+
+    layout = SparseLayout(SimpleNamespace(), 2, 0.1, None, picks=4)  # type: ignore[arg-type]
+    memory = SimpleNamespace(output=torch.zeros(16, 2, 32), lse=torch.zeros(16, 2))
+    kernels = SparseKernels(layout, Any, Any, Decode(), Any, take=lambda: memory)  # type: ignore[arg-type]
+    metadata = SparseLatentMetadata(
+        num_reqs=1, max_query_len=1, max_seq_len=9, num_actual_tokens=TOKENS, slot_mapping=CACHE,
+        query_start_loc=CACHE, block_table=CACHE, seq_lens=CACHE, req_id_per_token=torch.zeros(16, dtype=torch.int32),
+        num_decode_tokens=padded, num_decodes=padded,
+    )  # fmt: skip
+    queries, picks = (torch.zeros(TOKENS, 2, 32), torch.zeros(TOKENS, 2, 8)), torch.zeros(TOKENS, 4, dtype=torch.int32)
+    for _layer in range(2):
+        assert len(kernels.attend(metadata, CACHE, queries, picks, None)) == TOKENS
+    assert seen == [(TOKENS, TOKENS)]
