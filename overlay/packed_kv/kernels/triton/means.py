@@ -21,7 +21,7 @@ MAX_BIAS_PROGRAMS = 8
 shorter than a model's longest."""
 _QUERY_ROWS, _COLUMNS = tl.constexpr(QUERY_ROWS), tl.constexpr(COLUMNS)
 LATER_TOKENS = tl.constexpr(256)
-"""Most positions from a query to the request's last one (`attention/routes.py`), whose tiles both go through."""
+"""Most positions from a query to the request's last one (`served.py`), whose tiles both go through."""
 
 
 class Means(NamedTuple):
