@@ -94,12 +94,12 @@ class PackedAttentionImpl(AttentionImpl[PackedMetadata]):
         self.options = AttentionOptions(self.scale, sliding_window, logits_soft_cap or None, sinks)
         self.device = torch.get_default_device()
         config = get_current_vllm_config()
+        self.shard = shard_of(config)
+        refuse(Facts(*facts.records, Parallel(dcp=self.shard.ranks)), kv_cache_dtype)
         self.dtype = config.model_config.dtype
         self.window_tokens = window_tokens_of_model(config)
         self.config, self.engine = config, EngineLimits.of(config, self.device, has_ring=bool(self.window_tokens))
         self.longest_decode, self.max_requests = self.engine.limits[:2]
-        self.shard = shard_of(config)
-        refuse(Facts(*facts.records, Parallel(dcp=self.shard.ranks)), kv_cache_dtype)
         self.group = self.num_heads * self.shard.ranks // self.num_kv_heads
         """Query heads a KV head that the decode kernel serves."""
         self.layers = config.compilation_config.static_forward_context
