@@ -124,6 +124,15 @@ def unknown_architecture(names: list[str], *, has_code: bool) -> str:
     return "" if has_code else said
 
 
+def forget_backends() -> None:
+    """Have vLLM look up the backend of each kind of layer again: what it keeps from an engine without packed layers
+    does not fit the dense layers beside packed ones."""
+    from vllm.v1.attention import selector
+
+    if (kept := getattr(selector, "_cached_get_attn_backend", None)) is not None:
+        kept.cache_clear()
+
+
 def builds_draft() -> bool:
     """True if vLLM is building a part beside the model, such as a draft, which it marks for its compilation."""
     from vllm.compilation import backends

@@ -19,8 +19,11 @@ def __getattr__(name: str) -> type[CPUAttentionBackend]:
     if name != "CPUBackend":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     config = get_current_vllm_config_or_none()
-    is_packed = config is not None and config.cache_config.cache_dtype in FORMATS
-    return DenseCPUBackend if is_packed else CPUAttentionBackend
+    if config is None:
+        return CPUAttentionBackend
+    layers = config.compilation_config.static_forward_context.values()  # of a draft's config: the model's, too
+    dtypes = {config.cache_config.cache_dtype, *(getattr(layer, "kv_cache_dtype", None) for layer in layers)}
+    return DenseCPUBackend if dtypes & {*FORMATS} else CPUAttentionBackend
 
 
 class DenseCPUBackend(CPUAttentionBackend):

@@ -28,7 +28,13 @@ from ..refusals.facts import Attention, Cache, Drafts, Facts, Latents, Layer, Pa
 from ..refusals.table import refuse
 from ..settings.facts import auto_cache, check_skipped_layers, engine_facts, given_facts, quantization_of
 from ..settings.options import read_options
-from ..vllm_compat import is_patched, keep_rope_from_store, version_without_latents, version_without_rows
+from ..vllm_compat import (
+    forget_backends,
+    is_patched,
+    keep_rope_from_store,
+    version_without_latents,
+    version_without_rows,
+)
 from .names import class_name, latent_registry_name, registry_name, sparse_registry_name
 
 if TYPE_CHECKING:
@@ -243,6 +249,7 @@ class PackedDTypeHandler:
         from ..window.size import log_window
         from .capacity import check_planned_padding
 
+        forget_backends()
         facts = Facts(*engine_facts(vllm_config).records, given_facts(vllm_config))
         refuse(facts, self.name)
         check_planned_padding(vllm_config)
