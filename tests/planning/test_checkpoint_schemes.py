@@ -112,7 +112,7 @@ def test_an_engine_says_which_route_float32_takes(monkeypatch: pytest.MonkeyPatc
         options = EngineArgs(str(DEMO_MODEL), kv_cache_dtype="tq4", skip_tokenizer_init=True, dtype=dtype)
         lines.clear()
         registration.PackedDTypeHandler.before_engine(_handler(), options.create_engine_config())
-        said = "KV cache dtype tq4: float32 activations: decodes run in PyTorch, and so do prompts, which read packed"
+        said = "tq4 with float32 activations: decodes run in PyTorch, and so do prompts, which read packed"
         assert sum(line.startswith(said) for line in lines) == number
 
 

@@ -258,7 +258,7 @@ class PackedDTypeHandler:
         if facts.given.is_fp32:
             on_gpu = FLOAT32_LATENTS if facts.engine.platform != "cpu" else ""
             read = on_gpu if facts.latents.is_mla else FLOAT32_PROMPTS
-            logger.info("KV cache dtype %s: float32 activations: decodes run in PyTorch%s", self.name, read)
+            logger.info("%s with float32 activations: decodes run in PyTorch%s", self.name, read)
         if facts.latents.is_mla and facts.engine.platform == "cpu":
             _warn_of_rotary_embedding(vllm_config)
         check_files(read_options(vllm_config.additional_config))
