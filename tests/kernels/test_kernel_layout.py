@@ -35,16 +35,18 @@ def check(vector: PackedVector, group_bits: tuple[int, ...]) -> None:
 
 def test_keys_and_values_have_their_own_groups() -> None:
     layout = kernel_layout(pages_of((VectorLayout(KEY), VectorLayout(VALUE))))
-    check(layout.keys, KEY)
-    check(layout.values, VALUE)
-    for group in layout.keys.groups:
+    check(layout.key_vector, KEY)
+    check(layout.value_vector, VALUE)
+    for group in layout.key_vector.groups:
         assert group.factor == 1 / group.code.unit
-    for group in layout.values.groups:
+    for group in layout.value_vector.groups:
         assert group.factor == group.code.value_gain / group.code.unit
-    assert layout.keys.words_at == 0
-    assert layout.keys.half_words_at == 128 * layout.keys.words  # K's signs are in whole words: two groups have 3 bits
-    assert layout.values.words_at == layout.keys.half_words_at
-    assert layout.keys.scales_at == layout.values.half_words_at + 64  # one group of V has 3 bits
+    assert layout.key_vector.words_at == 0
+    assert (
+        layout.key_vector.half_words_at == 128 * layout.key_vector.words
+    )  # K's signs are in whole words: two groups have 3 bits
+    assert layout.value_vector.words_at == layout.key_vector.half_words_at
+    assert layout.key_vector.scales_at == layout.value_vector.half_words_at + 64  # one group of V has 3 bits
     constants = group_constants(layout)
     assert (constants["KEY_HAS_HALF"], constants["VALUE_HAS_HALF"]) == (0, 1)
     assert [str(constants[f"{name}_GROUPS"]).count("{") for name in ("KEY", "VALUE")] == [5, 5]

@@ -69,15 +69,15 @@ class PackedVector(NamedTuple):
 class KernelLayout(NamedTuple):
     """Everything about the bytes of a page and of a ring slot that a kernel may ask.
 
-    `head_dim`: channels that are stored, 32 a group. `keys`, `values`: K and V; a latent is both (`value` would be what
-    a constexpr of Triton 3.6 holds). `micro_block_bytes`:
+    `head_dim`: channels that are stored, 32 a group. `key_vector`, `value_vector`: K and V; a latent is both (Triton's
+    objects have a `value` or `values` of their own). `micro_block_bytes`:
     bytes of 16 tokens of one head. `score_unit`: the unit of scores, which are sums over all groups of K. `ring`: byte
     offsets in a slot of the ring buffer, where RoPE channels of latents count as channels of them.
     """
 
     head_dim: int
-    keys: PackedVector
-    values: PackedVector
+    key_vector: PackedVector
+    value_vector: PackedVector
     micro_block_bytes: int
     score_unit: float
     ring: RingLayout
@@ -123,8 +123,8 @@ def kernel_layout(page: PageLayout) -> KernelLayout:
     channels = GROUP_SIZE * len(page.vectors[0].group_bits)
     return KernelLayout(
         head_dim=channels,
-        keys=_packed_vector(page, 0, is_key=True),
-        values=_packed_vector(page, len(page.vectors) - 1, is_key=False),
+        key_vector=_packed_vector(page, 0, is_key=True),
+        value_vector=_packed_vector(page, len(page.vectors) - 1, is_key=False),
         micro_block_bytes=page.micro_block_bytes,
         score_unit=score_unit(page.vectors[0].group_bits),
         ring=ring_layout(channels + page.rope_dim, len(page.vectors)),

@@ -17,7 +17,7 @@ def constants_header(layout: KernelLayout, rotation: str) -> str:
 
     Codes become integers: a value is level * unit * scale, and V's times the gain, too.
     """
-    ring, vectors, key = layout.ring, (layout.keys, layout.values), layout.keys
+    ring, vectors, key = layout.ring, (layout.key_vector, layout.value_vector), layout.key_vector
     codes_of = [[group.code for group in vector.groups] for vector in vectors]
     assert codes_of[0] == codes_of[1], "one table of groups describes K and V"
     widths = sorted({code.bits for code in codes_of[0]}, reverse=True)

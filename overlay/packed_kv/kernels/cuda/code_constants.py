@@ -10,8 +10,8 @@ def group_constants(layout: KernelLayout) -> dict[str, object]:
     """Return what `codes.cuh` has to know of K and V, as C++ constants; lists are without their outer braces."""
     return {
         "HEAD_DIM": layout.head_dim,
-        **_vector_constants("KEY", layout.keys),
-        **_vector_constants("VALUE", layout.values),
+        **_vector_constants("KEY", layout.key_vector),
+        **_vector_constants("VALUE", layout.value_vector),
         "MICRO_BLOCK_BYTES": layout.micro_block_bytes,
     }
 

@@ -114,7 +114,7 @@ def _layout_constants(layout: KernelLayout) -> dict[str, object]:
     """Return where `layout` has the planes of K and V, as C++ constants."""
     ring = layout.ring
     constants: dict[str, object] = {"RING_SLOT_BYTES": ring.slot_bytes, "SCORE_UNIT": f"{layout.score_unit}f"}
-    vectors = (layout.keys, layout.values)
+    vectors = (layout.key_vector, layout.value_vector)
     for name, vector, codes, scales in zip(("KEY", "VALUE"), vectors, ring.codes, ring.scales, strict=True):
         constants |= {
             f"{name}_WORDS_AT": vector.words_at,

@@ -81,7 +81,7 @@ def _decode_kernel(
         SLIDING_WINDOW: tokens that a query sees; 0: all. MICRO_BLOCKS_A_BLOCK: block_size / 16. LAYOUT: `KernelLayout`.
     """
     HEAD_DIM: tl.constexpr = LAYOUT.head_dim
-    GROUPS: tl.constexpr = len(LAYOUT.keys.groups)
+    GROUPS: tl.constexpr = len(LAYOUT.key_vector.groups)
     SCORE_UNIT: tl.constexpr = LAYOUT.score_unit
     INVERSE_SCORE_UNIT: tl.constexpr = 1 / SCORE_UNIT
     MICRO_BLOCK_WORDS: tl.constexpr = LAYOUT.micro_block_bytes // 4
@@ -244,8 +244,8 @@ def _split_tiles(split, splits, seq_len, recent, first_tile, RING_BLOCK: tl.cons
 def _in_unit(outputs, UNIT: tl.constexpr, LAYOUT: tl.constexpr):
     """Outputs of pages in one unit for all groups."""
     result = ()
-    for g in tl.static_range(len(LAYOUT.keys.groups)):
-        result = result + (outputs[g] * (LAYOUT.values.groups[g].factor / UNIT),)
+    for g in tl.static_range(len(LAYOUT.key_vector.groups)):
+        result = result + (outputs[g] * (LAYOUT.value_vector.groups[g].factor / UNIT),)
     return result
 
 
@@ -254,8 +254,8 @@ def _in_score_unit(queries, LAYOUT: tl.constexpr):
     """Queries whose scores over all groups have one unit: times powers of 2, 1 where all groups have the same bits."""
     result = ()
     SCORE_UNIT: tl.constexpr = LAYOUT.score_unit
-    for g in tl.static_range(len(LAYOUT.keys.groups)):
-        result = result + ((queries[g] * (LAYOUT.keys.groups[g].factor * SCORE_UNIT)).to(tl.float16),)
+    for g in tl.static_range(len(LAYOUT.key_vector.groups)):
+        result = result + ((queries[g] * (LAYOUT.key_vector.groups[g].factor * SCORE_UNIT)).to(tl.float16),)
     return result
 
 

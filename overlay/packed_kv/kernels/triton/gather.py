@@ -41,7 +41,7 @@ def _gather_kernel(
         MICRO_BLOCKS_A_BLOCK: block_size / 16. LAYOUT: `KernelLayout`.
     """
     HEAD_DIM: tl.constexpr = LAYOUT.head_dim
-    GROUPS: tl.constexpr = len(LAYOUT.keys.groups)
+    GROUPS: tl.constexpr = len(LAYOUT.key_vector.groups)
     MICRO_BLOCK_WORDS: tl.constexpr = LAYOUT.micro_block_bytes // 4
     first, head = tl.program_id(0) * 2, tl.program_id(1)
     second = tl.minimum(first + 1, count - 1)
@@ -62,11 +62,15 @@ def _gather_kernel(
     zero = tl.zeros([32, 2], tl.int32)
     words, scales = load_key(base0, base1, lanes, LAYOUT)
     for g in tl.static_range(GROUPS):
-        x = _scaled(decode_key(words, zero, g, LAYOUT), _key_scales(scales, g, GROUPS), LAYOUT.keys.groups[g].factor)
+        x = _scaled(
+            decode_key(words, zero, g, LAYOUT), _key_scales(scales, g, GROUPS), LAYOUT.key_vector.groups[g].factor
+        )
         tl.store(key + target[:, None] + g * 32 + channel[None, :], x, mask=stored[:, None])
     words, scales = load_value(base0, base1, lanes, LAYOUT)
     for g in tl.static_range(GROUPS):
-        x = _scaled(decode_value(words, zero, g, LAYOUT), _value_scales(scales[g]), LAYOUT.values.groups[g].factor)
+        x = _scaled(
+            decode_value(words, zero, g, LAYOUT), _value_scales(scales[g]), LAYOUT.value_vector.groups[g].factor
+        )
         tl.store(value + target[None, :] + g * 32 + channel[:, None], x, mask=stored[None, :])
 
 

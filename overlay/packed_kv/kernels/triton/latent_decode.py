@@ -79,7 +79,7 @@ def _decode_latents_kernel(
             LAYOUT: `KernelLayout`.
     """
     RANK: tl.constexpr = LAYOUT.head_dim
-    CHUNKS: tl.constexpr = len(LAYOUT.keys.groups) // CHUNK
+    CHUNKS: tl.constexpr = len(LAYOUT.key_vector.groups) // CHUNK
     CHANNELS: tl.constexpr = 32 * CHUNK
     TOKENS: tl.constexpr = 16 * MICRO_BLOCKS
     split, request = tl.program_id(0), tl.program_id(2)
@@ -170,7 +170,7 @@ class DecodeLatentsLaunch(Launch):
         check_pages(cache)
         assert q_latent.stride(2) == q_rope.stride(2) == 1, (q_latent.stride(), q_rope.stride())
         layout = kernel_layout(page)
-        groups = len(layout.keys.groups)
+        groups = len(layout.key_vector.groups)
         super().__init__(
             _decode_latents_kernel,
             Arguments(

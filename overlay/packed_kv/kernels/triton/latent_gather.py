@@ -62,7 +62,7 @@ def _gather_latents_kernel(
     target = rows + row.to(tl.int64)[:, None] * WIDTH + channel[None, :]
     words, scales = load_latents(pointers, LAYOUT), load_scales(pointers, LAYOUT)
     zero = hide_from_optimizer(tl.zeros([MICRO_BLOCKS, 32], tl.int32))
-    for g in tl.static_range(len(LAYOUT.keys.groups)):
+    for g in tl.static_range(len(LAYOUT.key_vector.groups)):
         x = decode_groups(words, scales, zero, g, 1, LAYOUT).to(tl.float32) * (1 / LATENT_UNIT)
         tl.store(target + g * 32, x.to(rows.dtype.element_ty), mask=known)
     rope = load_rope(pointers, ROPE)

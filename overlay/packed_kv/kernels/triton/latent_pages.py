@@ -72,13 +72,15 @@ def load_latents(pointers, LAYOUT: tl.constexpr, LANES: tl.constexpr = 32):
     LANES: that have words behind one pointer; 4 of latent rows, whose pointers are [MICRO_BLOCKS, 32].
     """
     lane = lane_of(LANES)
-    at = pointers + LAYOUT.keys.words_at // 4
+    at = pointers + LAYOUT.key_vector.words_at // 4
     words = ()
-    for chunk in tl.static_range(len(LAYOUT.keys.chunks)):
-        words = words + load_chunk(at + lane * LAYOUT.keys.chunks[chunk], LAYOUT.keys.chunks[chunk])
-        at += LANES * LAYOUT.keys.chunks[chunk]
-    if LAYOUT.keys.has_half:
-        half = tl.load((pointers + LAYOUT.keys.half_words_at // 4).to(tl.pointer_type(tl.uint16)) + lane).to(tl.int32)
+    for chunk in tl.static_range(len(LAYOUT.key_vector.chunks)):
+        words = words + load_chunk(at + lane * LAYOUT.key_vector.chunks[chunk], LAYOUT.key_vector.chunks[chunk])
+        at += LANES * LAYOUT.key_vector.chunks[chunk]
+    if LAYOUT.key_vector.has_half:
+        half = tl.load((pointers + LAYOUT.key_vector.half_words_at // 4).to(tl.pointer_type(tl.uint16)) + lane).to(
+            tl.int32
+        )
         words = words + (half & 0xCCCC | (half & 0x3333) << 18,)
     return words
 
@@ -87,8 +89,8 @@ def load_latents(pointers, LAYOUT: tl.constexpr, LANES: tl.constexpr = 32):
 def load_scales(pointers, LAYOUT: tl.constexpr):
     """Scale bytes of a lane's two tokens of each group: a tuple of int32 [MICRO_BLOCKS, 32], two groups in each where
     their number is a multiple of 8, else one."""
-    GROUPS: tl.constexpr = len(LAYOUT.keys.groups)
-    SCALES_AT: tl.constexpr = LAYOUT.keys.scales_at
+    GROUPS: tl.constexpr = len(LAYOUT.key_vector.groups)
+    SCALES_AT: tl.constexpr = LAYOUT.key_vector.scales_at
     row = tl.arange(0, 32)[None, :] // 4
     scales = ()
     if GROUPS % 8 == 0:
@@ -129,10 +131,10 @@ def decode_groups(words, scales, zero, FIRST: tl.constexpr, COUNT: tl.constexpr,
 def decode_group(words, scales, zero, GROUP: tl.constexpr, LAYOUT: tl.constexpr):
     """fp16 [MICRO_BLOCKS, 32, n3, d4, d3, d0]."""
     MICRO_BLOCKS: tl.constexpr = zero.shape[0]
-    GROUPS: tl.constexpr = len(LAYOUT.keys.groups)
-    UNIT: tl.constexpr = LAYOUT.keys.groups[GROUP].code.unit
+    GROUPS: tl.constexpr = len(LAYOUT.key_vector.groups)
+    UNIT: tl.constexpr = LAYOUT.key_vector.groups[GROUP].code.unit
     GAIN: tl.constexpr = LATENT_UNIT / UNIT
-    VECTOR: tl.constexpr = LAYOUT.keys
+    VECTOR: tl.constexpr = LAYOUT.key_vector
     values = tl.reshape(decode_words(words, zero, GROUP, VECTOR), [MICRO_BLOCKS, 32, 2, 2, 2, 2])
     if GROUPS % 8 == 0:
         both = scales[GROUP // 2] >> (16 * (GROUP % 2))

@@ -61,7 +61,7 @@ def _gather_rows_kernel(
     zero = hide_from_optimizer(tl.zeros([EIGHTS, 32], tl.int32))
     target = rows + index[:, None] * WIDTH + tl.arange(0, 64)[None, :]
     known = (index < count)[:, None]
-    for pair in tl.static_range(len(HALF.keys.groups)):
+    for pair in tl.static_range(len(HALF.key_vector.groups)):
         x = _as_rows(decode_group(words, scales, zero, pair, HALF)).to(tl.float32) * (1 / LATENT_UNIT)
         x = tl.where(there[:, None], x, 0.0)
         tl.store(target + pair * 64, x.to(rows.dtype.element_ty), mask=known)
@@ -88,7 +88,7 @@ def _row_pointers(
 def _load_row_scales(pointers, ROW: tl.constexpr):
     """Scale bytes of a lane's token, as `load_scales` returns those of two tokens."""
     HALF: tl.constexpr = ROW.half
-    PAIRS: tl.constexpr = len(HALF.keys.groups)
+    PAIRS: tl.constexpr = len(HALF.key_vector.groups)
     at = pointers + ROW.scales_at // 4
     scales = ()
     if PAIRS % 8 == 0:

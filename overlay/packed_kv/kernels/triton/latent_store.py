@@ -88,7 +88,7 @@ class StoreLatentsLaunch(Launch):
             ring_slots = slots[:0]
         check_slots(slots, ring_slots)
         split = split_of(layout, tokens)
-        groups = [power_of_2(section.groups) for section in layout.keys.sections]
+        groups = [power_of_2(section.groups) for section in layout.key_vector.sections]
         programs = sum(-(-tokens // (rows_of(layout) // count)) for count in groups) * split
         grid = programs + -(-tokens * codec.rope_dim // ROPE_CHANNELS), 1, 1
         return StepLaunch(grid, Arguments(slots, ring_slots, tokens, len(ring_slots), split))
@@ -136,8 +136,8 @@ def store_latents_kernel(
         layer.key.table, layer.key.table_stride,
     )  # fmt: skip
     program = tl.program_id(0)
-    for s in tl.static_range(len(LAYOUT.keys.sections)):
-        programs = tl.cdiv(tokens, ROWS // padded_groups(LAYOUT.keys.sections[s].groups)) * split
+    for s in tl.static_range(len(LAYOUT.key_vector.sections)):
+        programs = tl.cdiv(tokens, ROWS // padded_groups(LAYOUT.key_vector.sections[s].groups)) * split
         if (program >= 0) & (program < programs):
             store_section(
                 source, slots_ptr, tokens, slots_ptr, ring_slots_ptr, ring_tokens, layer, True, program, split, s, STORE

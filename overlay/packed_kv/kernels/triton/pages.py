@@ -44,7 +44,7 @@ def _load_16_bits(base0, base1, offset):
 @triton.jit
 def load_key(base0, base1, lanes, LAYOUT: tl.constexpr):
     """Words and scales of K of 2 micro-blocks: tuples of int32 [32, 2]."""
-    VECTOR: tl.constexpr = LAYOUT.keys
+    VECTOR: tl.constexpr = LAYOUT.key_vector
     GROUPS: tl.constexpr = len(VECTOR.groups)
     SCALES_AT: tl.constexpr = VECTOR.scales_at
     words = _load_vector(base0, base1, lanes, VECTOR)
@@ -63,7 +63,7 @@ def load_key(base0, base1, lanes, LAYOUT: tl.constexpr):
 @triton.jit
 def load_value(base0, base1, lanes, LAYOUT: tl.constexpr):
     """Words and scales of V of 2 micro-blocks: tuples of int32 [32, 2]."""
-    VECTOR: tl.constexpr = LAYOUT.values
+    VECTOR: tl.constexpr = LAYOUT.value_vector
     GROUPS: tl.constexpr = len(VECTOR.groups)
     SCALES_AT: tl.constexpr = VECTOR.scales_at
     words = _load_vector(base0, base1, lanes, VECTOR)
@@ -81,12 +81,12 @@ def load_value(base0, base1, lanes, LAYOUT: tl.constexpr):
 @triton.jit
 def decode_key(words, zero, group: tl.constexpr, LAYOUT: tl.constexpr):
     """One group of K, fp16 [32 tokens, 32 channels], in its unit and before its scales."""
-    VECTOR: tl.constexpr = LAYOUT.keys
+    VECTOR: tl.constexpr = LAYOUT.key_vector
     return opaque(as_key(decode_codes(words, zero, group, VECTOR)))
 
 
 @triton.jit
 def decode_value(words, zero, group: tl.constexpr, LAYOUT: tl.constexpr):
     """One group of V, fp16 [32 channels, 32 tokens], in its unit and before its scales."""
-    VECTOR: tl.constexpr = LAYOUT.values
+    VECTOR: tl.constexpr = LAYOUT.value_vector
     return opaque(as_value(decode_codes(words, zero, group, VECTOR)))

@@ -179,7 +179,7 @@ def attend_ring(
         soft_cap: fp32, times log2 e; read where HAS_SOFT_CAP.
         query_bias, first_row, count: see `bias_of_block`.
     """
-    GROUPS: tl.constexpr = len(LAYOUT.keys.groups)
+    GROUPS: tl.constexpr = len(LAYOUT.key_vector.groups)
     COLUMNS: tl.constexpr = limit.shape[0]
     SLOT: tl.constexpr = LAYOUT.ring.slot_bytes
     KEYS: tl.constexpr = LAYOUT.ring.codes[KEY]

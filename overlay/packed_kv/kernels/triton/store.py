@@ -162,7 +162,9 @@ class StoreLaunch(Launch):
             for x, one, table in zip((key, value), (codec.key, codec.value), tables, strict=True)
         )  # fmt: skip
         transform, layout = codec.key.transform, kernel_layout(codec.layout)
-        assert layout.keys.sections == layout.values.sections, "a program takes a section of K or of V by its grid"
+        assert layout.key_vector.sections == layout.value_vector.sections, (
+            "a program takes a section of K or of V by its grid"
+        )
         layer = StoreLayer(
             blocks(cache), of_key, of_value, codec.key.rotation_constants, transform.spectrum, blocks(of_ring)
         )  # fmt: skip
@@ -218,7 +220,7 @@ class StoreLaunch(Launch):
         else:
             targets, rows, rotating = (rotate.rotated, rotate.bias), rotate.rows, math.prod(rotate.launch.grid)
         layout = kernel_layout(codec.layout)
-        groups = [power_of_2(section.groups) for section in layout.keys.sections]
+        groups = [power_of_2(section.groups) for section in layout.key_vector.sections]
         programs = sum(-(-tokens * kv_heads // (rows_of(layout) // count)) for count in groups)
         arguments = Arguments(slots, tokens, positions, ring_slots, len(ring_slots), targets, rows)
         return StepLaunch((programs + -(-rotating // 2), 2, 1), arguments)
@@ -226,7 +228,7 @@ class StoreLaunch(Launch):
 
 def rows_of(layout: KernelLayout) -> int:
     """Rows of a program: a vector's section fits."""
-    return max(ROWS, *(power_of_2(section.groups) for section in layout.keys.sections))
+    return max(ROWS, *(power_of_2(section.groups) for section in layout.key_vector.sections))
 
 
 def blocks(cache: torch.Tensor) -> Blocks:
@@ -286,8 +288,8 @@ def store_kernel(
         layer.key.table_stride if is_key else layer.value.table_stride,
     )
     program = tl.program_id(0)
-    for s in tl.static_range(len(LAYOUT.keys.sections)):
-        programs = tl.cdiv(tokens * HEADS, ROWS // padded_groups(LAYOUT.keys.sections[s].groups))
+    for s in tl.static_range(len(LAYOUT.key_vector.sections)):
+        programs = tl.cdiv(tokens * HEADS, ROWS // padded_groups(LAYOUT.key_vector.sections[s].groups))
         if (program >= 0) & (program < programs):
             store_section(
                 source, slots_ptr, tokens, positions_ptr, ring_slots_ptr, ring_tokens, layer, is_key, program, 1, s,
@@ -330,10 +332,10 @@ def store_section(
     PARTS: tl.constexpr = STORE.parts
     RING_BLOCK: tl.constexpr = STORE.block_sizes[1]
     TRANSFORM: tl.constexpr = STORE.transform
-    SECTION: tl.constexpr = LAYOUT.keys.sections[NUMBER]
+    SECTION: tl.constexpr = LAYOUT.key_vector.sections[NUMBER]
     GROUPS: tl.constexpr = SECTION.groups
     FIRST_GROUP: tl.constexpr = SECTION.first_group
-    HEAD_GROUPS: tl.constexpr = len(LAYOUT.keys.groups)
+    HEAD_GROUPS: tl.constexpr = len(LAYOUT.key_vector.groups)
     x_ptr, token_stride, head_stride, channels_ptr, channels_stride, table_ptr, table_stride = source
     index = tl.arange(0, 4 * ROWS)
     block = program // split if PARTS > 1 else program
@@ -407,11 +409,11 @@ def _store_groups(
     BLOCK_SIZE: tl.constexpr = STORE.block_sizes[0]
     RING_BLOCK: tl.constexpr = STORE.block_sizes[1]
     ROW: tl.constexpr = STORE.latent_rows
-    SECTION: tl.constexpr = LAYOUT.keys.sections[NUMBER]
+    SECTION: tl.constexpr = LAYOUT.key_vector.sections[NUMBER]
     CODE: tl.constexpr = SECTION.code
     BINS: tl.constexpr = SECTION.bins
     FIRST_GROUP: tl.constexpr = SECTION.first_group
-    HEAD_GROUPS: tl.constexpr = len(LAYOUT.keys.groups)
+    HEAD_GROUPS: tl.constexpr = len(LAYOUT.key_vector.groups)
     index = tl.arange(0, group.shape[0])
     lane = index % 4
     stored = slot >= 0
@@ -437,7 +439,7 @@ def _store_groups(
             scale = search_scale(x, index, CODE, BINS)
             magnitudes, signs = quantize(x, scale, CODE, BINS)
         if ROW is not None:
-            HALF: tl.constexpr = ROW.half.keys
+            HALF: tl.constexpr = ROW.half.key_vector
             HALF_SECTION: tl.constexpr = HALF.sections[NUMBER]
             place, n, number = page + inside * ROW.row_bytes, group % 2 * 8, group // 2
             store_codes(place, n, number, lane, stored, magnitudes, signs, True, HALF_SECTION, HALF, 4)
@@ -445,12 +447,12 @@ def _store_groups(
         else:
             place, n = page + inside // 16 * LAYOUT.micro_block_bytes, (inside % 16).to(tl.int32)
             if is_key:
-                KEYS: tl.constexpr = LAYOUT.keys
+                KEYS: tl.constexpr = LAYOUT.key_vector
                 words_at = place + KEYS.words_at
                 store_codes(words_at, n, group, lane, stored, magnitudes, signs, True, SECTION, KEYS, 32)
                 scale_at = n % 8 * (2 * HEAD_GROUPS) + 2 * (FIRST_GROUP + group) + n // 8 + KEYS.scales_at
             else:
-                VALUES: tl.constexpr = LAYOUT.values
+                VALUES: tl.constexpr = LAYOUT.value_vector
                 words_at = place + VALUES.words_at
                 store_codes(words_at, n, group, lane, stored, magnitudes, signs, False, SECTION, VALUES, 32)
                 scale_at = n % 8 // 2 * (4 * HEAD_GROUPS) + 4 * (FIRST_GROUP + group) + n // 8 * 2 + n % 2
