@@ -156,6 +156,8 @@ def test_steps(
 ) -> None:
     """Chunks are as in float64; decodes, to the bit as without passes. Passes have the chunks with
     a prefix and few passes."""
+    if DEVICE == "cpu" and name == "tq4" and not (decodes and has_ring):
+        pytest.skip("the emulator takes minutes for each; a GPU runs all, and this one has decodes and the ring")
     case = Case.of(name, head_dim, decodes + CHUNKS, has_ring=has_ring)
     gathered: list[list[int]] = []
     parts = FlashPrefill._attend_prefixes
