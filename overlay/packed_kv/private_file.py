@@ -95,7 +95,7 @@ def open_own(folder: int, path: Path, flags: int = os.O_RDONLY, *, is_lock: bool
             os.fchmod(file, stat.S_IMODE(status.st_mode) & ~OTHERS_WRITE)
             status = os.fstat(file)
         _check_own(path, status)
-    except BaseException:
+    except BaseException:  # an interrupt, too, must leave no descriptor open; raised again
         os.close(file)
         raise
     return file

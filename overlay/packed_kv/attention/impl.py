@@ -29,7 +29,7 @@ from .context_parallel import ContextParallelAttention
 from .context_shard import UNSHARDED, shard_of
 from .factory import pair_kernels
 from .layer import PairAttention
-from .layouts import EngineLimits, PairLayout
+from .layouts import EngineLimits, PairLayout, pairs_of
 from .metadata import Batch, PackedMetadata
 from .warmup import PairWarmup, block_size_of
 
@@ -115,11 +115,7 @@ class PackedAttentionImpl(AttentionImpl[PackedMetadata]):
 
     def asked(self) -> Pairs:
         """Return what a decode kernel is asked to serve."""
-        options = self.options
-        return Pairs(
-            FORMATS[self.kv_cache_dtype], self.head_size, self.group, self.head_size_v, options.sliding_window,
-            options.logits_soft_cap, options.sinks is not None,
-        )  # fmt: skip
+        return pairs_of(FORMATS[self.kv_cache_dtype], self.head_size, self.group, self.head_size_v, self.options)
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
         """Add the window layer."""

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from ..codecs.latent import LatentCodec
     from ..codecs.latent_rows import LatentRowCodec
     from ..codecs.pages import PagedCodec
+    from ..formats import Format
     from ..reference.attention import AttentionOptions
 
 
@@ -69,6 +70,12 @@ class EngineLimits:
         )
 
 
+def pairs_of(fmt: Format, head_dim: int, group: int, value_dim: int, options: AttentionOptions) -> Pairs:
+    """Return what a kernel is asked to serve of a layer with these options; see `Pairs`."""
+    has_sinks = options.sinks is not None
+    return Pairs(fmt, head_dim, group, value_dim, options.sliding_window, options.logits_soft_cap, has_sinks)
+
+
 @dataclass(frozen=True)
 class PairLayout:
     """Shape of a layer of pairs, and options of its attention.
@@ -86,11 +93,8 @@ class PairLayout:
 
     def asked(self) -> Pairs:
         """Return what a kernel is asked to serve."""
-        codec, options = self.codec, self.options
-        return Pairs(
-            codec.key.fmt, codec.key.head_dim, self.query_heads // self.kv_heads, codec.value.head_dim,
-            options.sliding_window, options.logits_soft_cap, options.sinks is not None,
-        )  # fmt: skip
+        key, value = self.codec.key, self.codec.value
+        return pairs_of(key.fmt, key.head_dim, self.query_heads // self.kv_heads, value.head_dim, self.options)
 
 
 @dataclass(frozen=True)
