@@ -381,11 +381,11 @@ def schedule_case(requests: int, stream_k: bool) -> Case:
         arch=90,
         types={
             **dict.fromkeys(("items", "seq_lens"), "*i32"),
-            **dict.fromkeys(("requests", "item_count", "resident_blocks", "passes"), "i32"),
+            **dict.fromkeys(("requests", "item_count", "resident_blocks", "passes", "stride"), "i32"),
         },
         constants=scheduler.constants,
         options=dict(num_warps=scheduler.num_warps),
-        unaligned=("items", "seq_lens", "requests", "item_count", "resident_blocks", "passes"),
+        unaligned=("items", "seq_lens", "requests", "item_count", "resident_blocks", "passes", "stride"),
     )
 
 

@@ -32,7 +32,7 @@ LAYOUTS = ("tq4", "tq3", "turboquant35", "turboquant25")
 
 RAW_LOADS = {
     "load_chunk", "load_half_word", "load_key_scales", "load_scales", "ring_key_pairs", "ring_key_scales",
-    "ring_value_pairs", "ring_value_scales", "unpack_tiles", "add_group_of_tile", "load", "LastLoad",
+    "ring_value_pairs", "ring_value_scales", "unpack_tiles", "add_group_of_tile", "load", "LastLoad", "score_tile",
 }  # fmt: skip
 """Functions that load raw bytes of pages or of the ring, which copies overwrite."""
 OTHER_LOADS = {
