@@ -17,26 +17,23 @@ bin=$VENV/bin
 
 run_pytest() { "$bin/python" -m pytest ${which:+"$which"} --durations=15 "$@"; }
 
-# Kernels in a process of their own: Triton's interpreter is for the kernels under test, not for vLLM's. Benchmarks come last
-# in theirs: they import llvmlite, and vLLM starts no engine in a process that has. Tests of the window go with them, so that
-# both halves, of one core each, take as long.
-kernels_window_benchmarks() {
-    local failed=0
+kernels() {
     trap 'kill $(jobs -p); exit 143' TERM
     run_pytest tests/kernels &
-    wait $! || failed=1
-    run_pytest tests/window tests/benchmarks &
-    wait $! || failed=1
-    return "$failed"
+    wait $!
 }
+# Kernels in a process of their own: Triton's interpreter is for the kernels under test, not for vLLM's. Benchmarks come last
+# in theirs: they import llvmlite, and vLLM starts no engine in a process that has. Both halves, of one core each, take as
+# long.
 all_tests() {
     local log failed=0
     log=$(mktemp)
     # shellcheck disable=SC2064
     trap "kill \$(jobs -p) 2>/dev/null || true; wait; cat '$log'; rm -f '$log'" EXIT
     trap 'exit 130' INT
-    kernels_window_benchmarks >"$log" 2>&1 &
+    kernels >"$log" 2>&1 &
     run_pytest tests --ignore=tests/{kernels,window,benchmarks} || failed=1
+    run_pytest tests/window tests/benchmarks || failed=1
     wait $! || failed=1
     cat "$log"
     : >"$log"
