@@ -13,8 +13,7 @@ MOST, MOST_OF_INIT = 12, 8
 EXCEPTIONS = {
     "vLLM gives these arguments": (
         "overlay/packed_kv/attention/impl.py PackedAttentionImpl",
-        "overlay/packed_kv/attention/latent/impl.py LatentAttentionImpl",
-        "overlay/packed_kv/attention/sparse/impl.py SparseLatentImpl",
+        "overlay/packed_kv/attention/latent/base.py PackedLatents",
         "tests/support/sparse_models.py pick_on_cuda",
     ),
     "a batch's metadata, as vLLM has one class for each kind of attention": (
