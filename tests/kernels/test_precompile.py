@@ -11,7 +11,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 from packed_kv import FORMATS
-from packed_kv.attention.choice import Limits
 from packed_kv.attention.context_shard import ContextShard
 from packed_kv.attention.decode import TritonPairs, rotation_of
 from packed_kv.attention.latent import decode as latent_decode
@@ -21,6 +20,7 @@ from packed_kv.attention.latent.kernels import LatentKernels
 from packed_kv.attention.latent.metadata import LatentMetadataBuilder
 from packed_kv.attention.latent.prefix import TritonLatentPrefix
 from packed_kv.attention.layouts import LatentLayout, PairLayout
+from packed_kv.attention.limits import Limits
 from packed_kv.attention.metadata import Batch, PackedMetadataBuilder
 from packed_kv.attention.protocols import DecodeBatch, NewTokens
 from packed_kv.attention.store import LatentStore

@@ -11,10 +11,10 @@ import pytest
 import torch
 from packed_kv.attention import context_parallel as ranks
 from packed_kv.attention import decode as fused
-from packed_kv.attention.choice import Limits
 from packed_kv.attention.context_shard import UNSHARDED, ContextShard
 from packed_kv.attention.layer import PairAttention, PairKernels
 from packed_kv.attention.layouts import PairLayout
+from packed_kv.attention.limits import Limits
 from packed_kv.attention.metadata import Batch, PackedMetadata
 from packed_kv.attention.prefill import FlashAttention, FlashPrefill
 from packed_kv.attention.store import PairStore

@@ -29,7 +29,8 @@ from .context_parallel import ContextParallelAttention
 from .context_shard import UNSHARDED, shard_of
 from .factory import pair_kernels
 from .layer import PairAttention
-from .layouts import EngineLimits, PairLayout, pairs_of
+from .layouts import PairLayout, pairs_of
+from .limits import EngineLimits
 from .metadata import Batch, PackedMetadata
 from .warmup import PairWarmup, block_size_of
 

@@ -11,12 +11,12 @@ from vllm.platforms import current_platform
 from vllm.v1.worker.workspace import init_workspace_manager
 
 from ..attention import cpu
-from ..attention.choice import Limits
 from ..attention.factory import latent_kernels, pair_kernels
 from ..attention.latent import cpu as latent_cpu
 from ..attention.latent.in_pytorch import PrefixChunk, RecentContext
 from ..attention.layer import PairAttention
-from ..attention.layouts import EngineLimits, LatentLayout, PairLayout
+from ..attention.layouts import LatentLayout, PairLayout
+from ..attention.limits import EngineLimits, Limits
 from ..attention.metadata import Batch, PackedMetadata
 from ..attention.protocols import DecodeBatch, NewTokens
 from ..attention.warmup import PairWarmup, release, warm_up_latents

@@ -27,7 +27,8 @@ if TYPE_CHECKING:
     from ...codecs.latent import LatentCodec
     from ...codecs.ring import Ring
     from ...formats import Format
-    from ..layouts import EngineLimits, LatentLayout
+    from ..layouts import LatentLayout
+    from ..limits import EngineLimits
 
 Attended = tuple[torch.Tensor, torch.Tensor | None]
 

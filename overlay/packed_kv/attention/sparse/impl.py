@@ -19,7 +19,8 @@ from ...refusals.facts import Attention, Facts, Layer
 from ...refusals.table import refuse
 from ..factory import sparse_kernels
 from ..latent.base import PackedLatents
-from ..layouts import EngineLimits, SparseLayout
+from ..layouts import SparseLayout
+from ..limits import EngineLimits
 from ..warmup import block_size_of, warm_up_sparse
 from .layer import SparseKernels
 from .metadata import Latents, SparseLatentMetadata, workspace_rows
