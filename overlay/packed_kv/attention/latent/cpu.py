@@ -20,7 +20,7 @@ from ...kernels.served import ANY, CPP, Engine, Latents, who_serves
 from ..cpu import warn_of_pytorch, without_error
 from ..protocols import DecodeBatch, DecodeKernel
 from ..store import FunctionStore, LatentStore
-from .in_pytorch import RecentContext, ReferenceLatentPrefix
+from .in_pytorch import Attended, RecentContext, ReferenceLatentPrefix
 from .kernels import LatentKernels, reference_kernels
 
 if TYPE_CHECKING:
@@ -29,8 +29,6 @@ if TYPE_CHECKING:
     from ...formats import Format
     from ..layouts import LatentLayout
     from ..limits import EngineLimits
-
-Attended = tuple[torch.Tensor, torch.Tensor | None]
 
 LIBRARY = ("cpu", "latents")
 SLOWER = "5 to 20 times"
