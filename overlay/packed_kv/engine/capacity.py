@@ -62,7 +62,7 @@ def bytes_per_token(vllm_config: VllmConfig) -> tuple[int, int]:
     return stored, model_shape.bytes_per_token((layer, DENSE) for layer, _ in layers)
 
 
-class Request(NamedTuple):
+class RequestBlocks(NamedTuple):
     """Blocks that vLLM allocates for a request as long as the model's context.
 
     `blocks`, and their bytes on this rank: `size`, with `ring_bytes` for the recent window's blocks, in whole blocks as
@@ -76,7 +76,7 @@ class Request(NamedTuple):
     dense_size: int
 
 
-def longest_request(vllm_config: VllmConfig) -> Request:
+def longest_request(vllm_config: VllmConfig) -> RequestBlocks:
     specs, rings, dense = {}, {}, {}
     for name, layer in get_layers_from_vllm_config(vllm_config, AttentionLayerBase).items():
         if getattr(layer, "kv_sharing_target_layer_name", None):
@@ -90,7 +90,7 @@ def longest_request(vllm_config: VllmConfig) -> Request:
             dense[name] = replace(spec, dtype=torch.bfloat16) if is_packed else spec
     blocks, ring_blocks, size = _blocks(vllm_config, specs | rings)
     dense_blocks, _, dense_size = _blocks(vllm_config, _with_aligned_states(dense))
-    return Request(blocks, blocks * size, ring_blocks * size, dense_blocks * dense_size)
+    return RequestBlocks(blocks, blocks * size, ring_blocks * size, dense_blocks * dense_size)
 
 
 def _blocks(vllm_config: VllmConfig, specs: dict[str, KVCacheSpec]) -> tuple[int, int, int]:
@@ -160,9 +160,9 @@ def log_capacity(vllm_config: VllmConfig, block_size: int) -> None:
     )
 
 
-class Reporting:
-    """Reports the cache when vLLM makes a metadata builder: it has its real size by then. Stands before the builder
-    among a class's bases."""
+class CheckedCache:
+    """Refuses a padded cache and reports a good one when vLLM makes a metadata builder: it has its real size by then.
+    Stands before the builder among a class's bases."""
 
     def __init__(
         self, kv_cache_spec: AttentionSpec, layer_names: list[str], vllm_config: VllmConfig, device: torch.device
