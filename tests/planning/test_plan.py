@@ -27,7 +27,7 @@ from packed_kv.formats import FORMATS
 from packed_kv.model.config_fields import BadInput
 from packed_kv.model.shape import bytes_per_token, parse
 from packed_kv.planning import cache, cards, config_file, measured
-from packed_kv.planning.plan import Target, assumptions
+from packed_kv.planning.plan import Demand, assumptions
 from packed_kv.planning.plan import estimate as estimate_rows
 from packed_kv.planning.weights import weights
 from vllm.model_executor.layers.mamba.mamba_utils import MambaStateDtypeCalculator, MambaStateShapeCalculator
@@ -225,10 +225,10 @@ def estimate(row: dict[str, str]) -> float:
 def test_a_dtype_without_a_measured_share_has_no_step(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(measured.STEP["share"], "tq4")
     shape = parse(SHAPE_8B, "8B")
-    target = Target(shape, cache.Serving(8192), weights(shape, None, None), cards.find("H200"), 20 << 30)
-    steps = {row.dtype: row.step_ms for row in estimate_rows(target)}
+    demand = Demand(shape, cache.Serving(8192), weights(shape, None, None), cards.find("H200"), 20 << 30)
+    steps = {row.dtype: row.step_ms for row in estimate_rows(demand)}
     assert steps.pop("tq4") is None and all(steps.values())
-    assert "no step of tq4: not measured (planning/measured.json)" in assumptions(target, [])
+    assert "no step of tq4: not measured (planning/measured.json)" in assumptions(demand, [])
 
 
 def test_steps_are_within_15_percent_of_all_that_was_measured() -> None:
