@@ -51,7 +51,7 @@ EXCEPTIONS = {
         "quality/packed_kv_quality/generation.py GenerationSettings",
         "quality/packed_kv_quality/measurement.py Settings",
     ),
-    "fields for all kinds of layers, of which each has few": ("overlay/packed_kv/model/shape.py Layer",),
+    "fields for all kinds of layers, of which each has few": ("overlay/packed_kv/model/shape.py ModelLayer",),
     "cases of tests, which name by keyword what differs from the defaults": (
         "tests/kernels/cuda/test_cuda_latent.py Case",
         "tests/kernels/cuda/test_cuda_picks.py Case",

@@ -53,9 +53,9 @@ def bytes_per_token(vllm_config: VllmConfig) -> tuple[int, int]:
             indexer = getattr(layer, "indexer", None)
             index_bytes = indexer.k_cache.head_dim if indexer is not None else 0
             is_sparse = layer.get_attn_backend().is_sparse()
-            shape = model_shape.Layer(0, "full", 1, rank, is_sparse=is_sparse, index_bytes=index_bytes, **rope)
+            shape = model_shape.ModelLayer(0, "full", 1, rank, is_sparse=is_sparse, index_bytes=index_bytes, **rope)
         else:
-            shape = model_shape.Layer(0, "full", layer.num_kv_heads, layer.head_size, value_size=layer.head_size_v)
+            shape = model_shape.ModelLayer(0, "full", layer.num_kv_heads, layer.head_size, value_size=layer.head_size_v)
         is_fp8 = get_dtype_size(kv_cache_dtype_str_to_dtype(layer.kv_cache_dtype, vllm_config.model_config)) == 1
         layers.append((shape, layer.kv_cache_dtype if layer.kv_cache_dtype in FORMATS else FP8 if is_fp8 else DENSE))
     stored = model_shape.bytes_per_token(layers, get_dtype_size(vllm_config.model_config.dtype))
@@ -222,7 +222,7 @@ def _planned_pages(shape: model_shape.Model, vllm_config: VllmConfig) -> list[Pa
     return list(packed_pages(shape, cache.cache_dtype, serving))
 
 
-def _sliding_word(layer: model_shape.Layer) -> str:
+def _sliding_word(layer: model_shape.ModelLayer) -> str:
     return SLIDING if layer.kind == "sliding" else ""
 
 
