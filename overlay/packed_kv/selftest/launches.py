@@ -70,16 +70,26 @@ class PairLayer:
             from ..attention.prefill import find_flash_attention  # imports Triton, which the CPU platform may lack
 
             flash = find_flash_attention(shape.head_dim, shape.head_dim, dtype, None)
-        engine = EngineLimits(
-            device, dtype, Limits(shape.longest, max_requests), max_tokens, max_tokens, kernel, has_ring=True
-        )
-        layout = PairLayout(self.codec, shape.query_heads, shape.kv_heads, options, engine.limits)
+        limits = Limits(shape.longest, max_requests, max_tokens)
+        engine = EngineLimits(device, dtype, limits, max_tokens, kernel, has_ring=True)
+        if not shape.has_passes:
+            limits = limits._replace(max_tokens=0)
+        layout = PairLayout(self.codec, shape.query_heads, shape.kv_heads, options, limits)
         kernels = pair_kernels(fmt, layout, engine, flash)
         self.kernel = PYTORCH if kernels.decode is None else kernels.decode.language
         self.attention = PairAttention(kernels)
         self.own_is_raw = kernels.prefill is not None
         """True if a prompt's rows read the step's own tokens before quantisation."""
         self.window = _window_layer(shape) if shape.window else None
+
+    def read_short_prefixes(self) -> bool:
+        """Have steps from now on read prefixes in the pages, in passes, however short they are. Returns False if the
+        layer has no kernel for that."""
+        decode = self.attention.kernels.decode
+        if decode is None or decode.pass_limits is None:
+            return False
+        decode.pass_limits = decode.pass_limits._replace(keys=0)
+        return True
 
     def compile_ahead(self) -> None:
         """Have all kernels of the layer compiled in other threads, as vLLM's profiling run does."""
@@ -152,7 +162,7 @@ class LatentLayer:
         self.codec = LatentCodec(fmt, rank, rope_dim, device)
         self.window = _window_layer(shape) if shape.window else None
         # No tokens: on a CPU the workspace grows with the batches.
-        engine = EngineLimits(device, dtype, Limits(shape.longest, max_requests), 0, 0, kernel)
+        engine = EngineLimits(device, dtype, Limits(shape.longest, max_requests), 0, kernel)
         layout = LatentLayout(self.codec, shape.group, self.scale, dtype, engine.limits, None, shape.window)
         self.kernels = latent_kernels(fmt, layout, engine)
         self.kernel = self.kernels.decode.language

@@ -15,14 +15,15 @@ POISON = 0xFF
 
 @dataclass(frozen=True)
 class Shape:
-    """Heads of a layer, channels of one, tokens of the recent window (0: none), and query tokens of its longest decode,
-    drafts included."""
+    """Heads of a layer, channels of one, tokens of the recent window (0: none), query tokens of its longest decode,
+    drafts included, and whether its decode kernel, if it can, reads prefixes of chunks."""
 
     head_dim: int
     kv_heads: int
     group: int
     window: int
     longest: int = 1
+    has_passes: bool = False
 
     @property
     def query_heads(self) -> int:
