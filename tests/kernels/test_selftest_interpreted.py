@@ -17,7 +17,7 @@ from packed_kv.kernels.cuda import prefix_launch
 from packed_kv.kernels.precompile import Precompiler
 from packed_kv.kernels.triton import launch as triton_launch
 from packed_kv.selftest import checks, latents, launches, timing
-from packed_kv.selftest.requests import Shape
+from packed_kv.selftest.requests import LayerShape
 from test_cuda_decode import runs
 from test_gather import flash_attention
 from test_shares import Workspace
@@ -69,7 +69,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> set[Any]:
 
 
 def check_pairs(window: int) -> list[checks.Check]:
-    fmt, shape = FORMATS["turboquant25"], Shape(64, 1, 2, window, longest=4)
+    fmt, shape = FORMATS["turboquant25"], LayerShape(64, 1, 2, window, longest=4)
     layer = launches.PairLayer(fmt, shape, CPU, checks.DTYPE, "auto", 2, 64)
     assert layer.kernel == "Triton" and layer.own_is_raw
     layer.compile_ahead()
@@ -115,7 +115,7 @@ def test_prefixes_in_passes(factor: float, wrong: set[str], noted: list[Any], mo
             output *= factor
 
     monkeypatch.setattr(prefix_launch, "CudaPrefix", Counted)
-    fmt, shape = FORMATS["turboquant25"], Shape(64, 1, 2, 16, has_passes=True)
+    fmt, shape = FORMATS["turboquant25"], LayerShape(64, 1, 2, 16, has_passes=True)
     layer = launches.PairLayer(fmt, shape, CPU, checks.DTYPE, "auto", 2, 64)
     assert layer.kernel == "CUDA"
     found = list(checks.check_pairs(fmt, layer, CPU))
@@ -126,7 +126,7 @@ def test_prefixes_in_passes(factor: float, wrong: set[str], noted: list[Any], mo
 
 def test_the_timed_step(noted: list[Any], launched: set[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """It is noted, and no more is; keys and values that heads share are compared as well."""
-    monkeypatch.setattr(timing, "SHAPE", Shape(64, 2, 2, 16))
+    monkeypatch.setattr(timing, "SHAPE", LayerShape(64, 2, 2, 16))
     monkeypatch.setitem(timing.SIZES, "cpu", (2, 40, 16))
     timed = timing.TimedBatch(FORMATS["turboquant25"], CPU, "auto")
     timed.compile_ahead()
@@ -141,7 +141,7 @@ def test_the_timed_step(noted: list[Any], launched: set[Any], monkeypatch: pytes
 def test_latents(noted: list[Any], launched: set[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     on_cuda = factory.latents_on_cuda
     monkeypatch.setattr(launches, "latent_kernels", lambda _fmt, *layer: on_cuda(*layer))
-    fmt, shape = FORMATS["turboquant25"], Shape(96, 1, 4, 16, longest=4)
+    fmt, shape = FORMATS["turboquant25"], LayerShape(96, 1, 4, 16, longest=4)
     layer = launches.LatentLayer(fmt, latents.RANK, latents.ROPE_DIM, shape, CPU, checks.DTYPE, "auto", 2)
     layer.compile_ahead()
     found = list(latents.check_latents(fmt, layer, CPU))

@@ -11,9 +11,9 @@ from ..formats import Format
 from ..kernels.cpu import threads
 from .launches import CPP, PYTORCH, PairLayer
 from .reference import Reference, relative_rms
-from .requests import POISON, RequestBatch, Requests, Shape
+from .requests import POISON, LayerShape, RequestBatch, Requests
 
-SHAPES = (Shape(128, 2, 4, 64, longest=4, has_passes=True), Shape(128, 2, 4, 0), Shape(64, 3, 3, 64))
+SHAPES = (LayerShape(128, 2, 4, 64, longest=4, has_passes=True), LayerShape(128, 2, 4, 0), LayerShape(64, 3, 3, 64))
 """Few, and one with drafts and passes: a GPU's first run compiles some 10 kernels for a shape and a dtype, which takes
 most of its time. The second has most of the first's. `timing.SHAPE` is one more."""
 STEPS: tuple[tuple[str, dict[int, int]], ...] = (
@@ -56,7 +56,7 @@ class Check:
         return self.error <= self.bound and not self.differ
 
 
-def steps(shape: Shape) -> list[tuple[str, dict[int, int]]]:
+def steps(shape: LayerShape) -> list[tuple[str, dict[int, int]]]:
     """Return those of `STEPS` that a layer has: without drafts, none in which decodes have any; without passes, none
     with such."""
     drafts = [(name, new) for name, new in STEPS if name != "decode" or max(new.values()) <= shape.longest]

@@ -16,10 +16,10 @@ from ..window.slots import fill_slots
 from .checks import DTYPE, MOST, REPEATS, Check, rounds_that_differ, share_of_bytes, steps, vectors
 from .launches import LatentLayer
 from .reference import Source, attention, relative_rms
-from .requests import BLOCK, POISON, RING_BLOCK, RequestBatch, Requests, Shape
+from .requests import BLOCK, POISON, RING_BLOCK, LayerShape, RequestBatch, Requests
 
 RANK, ROPE_DIM = 512, 64
-SHAPES = (Shape(192, 1, 16, 64, longest=4), Shape(192, 1, 16, 0))
+SHAPES = (LayerShape(192, 1, 16, 64, longest=4), LayerShape(192, 1, 16, 0))
 """16 query heads, of 128 channels and 64 of RoPE before latents are folded in."""
 DECODE_BOUND, GATHER_BOUND = 2e-3, 2.0**-11
 """Relative RMS errors: of outputs in fp16, and of rows that are rounded to fp16."""
@@ -36,7 +36,7 @@ def latent_layers(fmt: Format, device: torch.device, kernel: str) -> list[Latent
 class LatentReference:
     """Pages and rings on the CPU; see `reference.Reference`."""
 
-    def __init__(self, fmt: Format, shape: Shape, requests: Requests) -> None:
+    def __init__(self, fmt: Format, shape: LayerShape, requests: Requests) -> None:
         self.codec, self.shape, self.requests = LatentCodec(fmt, RANK, ROPE_DIM), shape, requests
         self.cache = torch.full((requests.blocks, BLOCK, self.codec.slot_bytes), POISON, dtype=torch.uint8)
         blocks = 1 + requests.ring_blocks * len(requests.lengths)

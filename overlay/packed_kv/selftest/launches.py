@@ -30,7 +30,7 @@ from ..reference.attention import AttentionOptions
 from ..window.layer import SUFFIX, WindowLayer
 from ..window.metadata import WindowMetadata, slot_filler
 from ..window.step import WindowStep
-from .requests import BLOCK, RING_BLOCK, RequestBatch, Shape, ring_blocks
+from .requests import BLOCK, RING_BLOCK, LayerShape, RequestBatch, ring_blocks
 
 HEAD_DIMS = (64, 128)
 """The route of layers that no kernel serves."""
@@ -60,7 +60,7 @@ class PairLayer:
     """
 
     def __init__(
-        self, fmt: Format, shape: Shape, device: torch.device, dtype: torch.dtype, kernel: str, max_requests: int,
+        self, fmt: Format, shape: LayerShape, device: torch.device, dtype: torch.dtype, kernel: str, max_requests: int,
         max_tokens: int,
     ) -> None:  # fmt: skip
         self.shape, self.dtype = shape, dtype
@@ -155,7 +155,7 @@ class LatentLayer:
     """Attention of one layer of latents; see `PairLayer`. `shape`: query heads in `group`, and `window`."""
 
     def __init__(
-        self, fmt: Format, rank: int, rope_dim: int, shape: Shape, device: torch.device, dtype: torch.dtype,
+        self, fmt: Format, rank: int, rope_dim: int, shape: LayerShape, device: torch.device, dtype: torch.dtype,
         kernel: str, max_requests: int,
     ) -> None:  # fmt: skip
         self.shape, self.dtype, self.scale = shape, dtype, shape.head_dim**-0.5
@@ -208,7 +208,7 @@ class LatentLayer:
         return starts.to(self.codec.device), lengths.to(self.codec.device)
 
 
-def _window_layer(shape: Shape) -> WindowLayer:
+def _window_layer(shape: LayerShape) -> WindowLayer:
     """A window layer whose ring blocks are those of `Requests`."""
     config: Any = SimpleNamespace(compilation_config=SimpleNamespace(static_forward_context={}))
     layer = WindowLayer(f"selftest{SUFFIX}", shape.window, shape.longest, config)

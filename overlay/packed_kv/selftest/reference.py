@@ -11,7 +11,7 @@ from ..codecs.pages import PagedCodec
 from ..formats import Format
 from ..layout import MICRO_BLOCK, ring_slot_bytes
 from ..window.slots import fill_slots
-from .requests import BLOCK, POISON, RING_BLOCK, RequestBatch, Requests, Shape
+from .requests import BLOCK, POISON, RING_BLOCK, LayerShape, RequestBatch, Requests
 
 
 class Source(NamedTuple):
@@ -55,7 +55,7 @@ class Reference:
         own_is_raw: whether a prompt's or chunk's rows read the step's own tokens before quantisation.
     """
 
-    def __init__(self, fmt: Format, shape: Shape, requests: Requests, *, own_is_raw: bool) -> None:
+    def __init__(self, fmt: Format, shape: LayerShape, requests: Requests, *, own_is_raw: bool) -> None:
         self.codec, self.shape, self.requests = PagedCodec(fmt, shape.head_dim), shape, requests
         self.own_is_raw = own_is_raw
         self.cache = torch.full(

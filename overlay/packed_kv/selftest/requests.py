@@ -14,7 +14,7 @@ POISON = 0xFF
 
 
 @dataclass(frozen=True)
-class Shape:
+class LayerShape:
     """Heads of a layer, channels of one, tokens of the recent window (0: none), query tokens of its longest decode,
     drafts included, and whether its decode kernel, if it can, reads prefixes of chunks."""
 
@@ -33,7 +33,7 @@ class Shape:
         return f"{self.query_heads}/{self.kv_heads} heads of {self.head_dim}, window {self.window}"
 
 
-def ring_blocks(shape: Shape) -> int:
+def ring_blocks(shape: LayerShape) -> int:
     """Ring blocks of a request, as in `RingSpec`."""
     return -(-(shape.window + shape.longest) // RING_BLOCK) + 1
 
@@ -43,8 +43,8 @@ class RequestBatch:
     """A step's requests, the decodes first.
 
     `requests`: their numbers. `starts`: first row of each, and the end of the last. `lengths`: tokens of each, the
-    step's included. `decodes`: requests of up to `Shape.longest` rows. On the device: `block_table` and `ring_table`
-    int32 [requests, blocks], `slots` and `positions` int64 [rows].
+    step's included. `decodes`: requests of up to `LayerShape.longest` rows. On the device: `block_table` and
+    `ring_table` int32 [requests, blocks], `slots` and `positions` int64 [rows].
     """
 
     requests: tuple[int, ...]
@@ -75,7 +75,7 @@ class Requests:
         block_size: tokens of a block.
     """
 
-    def __init__(self, most: list[int], shape: Shape, device: torch.device, block_size: int = BLOCK) -> None:
+    def __init__(self, most: list[int], shape: LayerShape, device: torch.device, block_size: int = BLOCK) -> None:
         self.longest, self.device, self.block_size, self.lengths = shape.longest, device, block_size, [0] * len(most)
         blocks = [-(-tokens // block_size) for tokens in most]
         self.blocks = sum(blocks) + 2

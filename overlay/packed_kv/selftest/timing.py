@@ -19,9 +19,9 @@ from ..vllm_compat import cpu_instructions, cpu_ops
 from .checks import Check, vectors
 from .launches import CPP, PYTORCH, PairLayer
 from .reference import Source, attention, relative_rms
-from .requests import RING_BLOCK, RequestBatch, Requests, Shape
+from .requests import RING_BLOCK, LayerShape, RequestBatch, Requests
 
-SHAPE = Shape(128, 8, 4, 64)
+SHAPE = LayerShape(128, 8, 4, 64)
 """A layer of an 8B model, with the recent window that engines have by default."""
 SIZES = {"cuda": (32, 8192, 16), "cpu": (8, 2048, 128)}
 """Requests of a batch, tokens of each (more than a GPU's caches hold), and tokens of a block, as vLLM's default."""
