@@ -28,7 +28,8 @@ from ..model.config_fields import BadInput
 from ..model.shape import DENSE, FP8
 from ..planning.cache import Serving, packed_pages
 from ..refusals.facts import Cache, Facts, Pages
-from ..refusals.table import SLIDING, refuse
+from ..refusals.rules import SLIDING
+from ..refusals.table import refuse
 from ..settings.options import read_options
 from ..sharing.fingerprint import fingerprint
 from ..vllm_compat import get_kv_cache_groups
