@@ -7,7 +7,7 @@ from packed_kv.model.shape import parse
 from packed_kv.planning import cache, cards
 from packed_kv.planning.plan import Demand, assumptions
 from packed_kv.planning.weights import weights
-from test_plan import SHAPE_8B
+from shape_8b import SHAPE_8B
 
 
 @pytest.mark.parametrize(
