@@ -26,6 +26,7 @@ BESIDE = {
         "channel_calibration",
         "calibration_file",
         "codecs",
+        "kernels",
         "packed_vectors",
     },
     "lmcache": {"formats", "codecs"},

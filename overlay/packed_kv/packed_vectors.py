@@ -7,22 +7,12 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
-from transformers.utils import logging
 
 from .codecs import ring
-from .codecs.pages import PagedCodec
-from .kernels.cpu import tables
-from .kernels.cpu.compiler import BuildError
 from .kernels.cpu.vectors import CpuVectors
-from .kernels.served import Pairs, cpp_lacks
 
 if TYPE_CHECKING:
     from .codecs import Codec
-
-logger = logging.get_logger(__name__)
-
-SLOWER = "3 to 5 times"
-"""Time of a generate step in PyTorch, in steps of the kernels, as benchmarks/cpu_cache.py measures it."""
 
 TILE = 1024
 """Tokens that are unpacked at a time in PyTorch, through fp32."""
@@ -135,16 +125,3 @@ class PackedVectors:
     def change(self, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Replace each tensor by `change` of it, in memory of its own."""
         self.packed, self.codes, self.scales = (Tokens(change(tokens.held)) for tokens in self.all())
-
-
-def kernel_of(codec: PagedCodec, dtype: torch.dtype) -> CpuVectors | None:
-    """The kernels of a layer on a CPU, or None; without a compiler a warning, once, says why."""
-    key = codec.key
-    is_served = dtype in tables.ELEMENT_TYPES and not cpp_lacks(Pairs(key.fmt, key.head_dim, group=1))
-    if key.device.type != "cpu" or not is_served:
-        return None
-    try:
-        return CpuVectors(codec)
-    except BuildError as error:
-        logger.warning_once(f"PackedCache packs and unpacks in PyTorch, a step takes {SLOWER} as long: {error}")
-        return None

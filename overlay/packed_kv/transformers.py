@@ -21,23 +21,34 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from transformers import GenerationMixin
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+from transformers.utils import logging
 
 from .calibration_file import Calibration, heads_in_words, load
 from .channel_calibration import LayerCalibration
 from .codecs import format_named
 from .codecs.pages import PagedCodec
 from .json_file import printable
+from .kernels.cpu import tables
+from .kernels.cpu.compiler import BuildError
+from .kernels.cpu.vectors import CpuVectors
+from .kernels.served import Pairs, cpp_lacks
 from .layout import RECENT_TOKENS
-from .packed_vectors import PackedVectors, Tokens, kernel_of
+from .packed_vectors import PackedVectors, Tokens
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
     from .formats import Format
 
+logger = logging.get_logger(__name__)
+
 _PARAMETERS = inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters
 CACHE_ARGUMENT = "cache" if "cache" in _PARAMETERS else "past_key_values"
 """Name by which `generate` and `forward` take a cache: "cache" from transformers 5.24 on, the other one before."""
+
+
+SLOWER = "3 to 5 times"
+"""Time of a generate step in PyTorch, in steps of the kernels, as benchmarks/cpu_cache.py measures it."""
 
 
 @dataclass
@@ -165,6 +176,19 @@ def _checked(mask: torch.Tensor | None) -> torch.Tensor | None:
     return mask != 0
 
 
+def _kernel_of(codec: PagedCodec, dtype: torch.dtype) -> CpuVectors | None:
+    """The kernels of a layer on a CPU, or None; without a compiler a warning, once, says why."""
+    key = codec.key
+    is_served = dtype in tables.ELEMENT_TYPES and not cpp_lacks(Pairs(key.fmt, key.head_dim, group=1))
+    if key.device.type != "cpu" or not is_served:
+        return None
+    try:
+        return CpuVectors(codec)
+    except BuildError as error:
+        logger.warning_once(f"PackedCache packs and unpacks in PyTorch, a step takes {SLOWER} as long: {error}")
+        return None
+
+
 class PackedLayer(DynamicLayer):
     """One layer's keys and values. Nothing is held but packed bytes; `keys` and `values` unpack them when read."""
 
@@ -201,7 +225,7 @@ class PackedLayer(DynamicLayer):
         codec = self.settings.codec(self.number, key_states, value_states)
         self.dtype, self.device = key_states.dtype, key_states.device
         sequences, heads = key_states.shape[:2]
-        kernel = kernel_of(codec, key_states.dtype)
+        kernel = _kernel_of(codec, key_states.dtype)
         self.vectors = tuple(PackedVectors(one, sequences, heads, kernel) for one in codec.codecs)
         self.starts = self._starts(sequences, key_states.shape[2])
         self.is_initialized = True
