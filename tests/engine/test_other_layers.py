@@ -16,13 +16,13 @@ import torch
 from coverage_models import tiny
 from fake_codecs import register_null_format
 from harness import engine, teacher_forced_logits
-from packed_kv.attention.context_shard import ContextShard
 from packed_kv.attention.latent.metadata import LatentMetadataBuilder
 from packed_kv.attention.metadata import PackedMetadataBuilder
 from packed_kv.engine import registration
 from packed_kv.engine.backend import backend_of
 from packed_kv.formats import FORMATS
 from packed_kv.model.shape import parse
+from packed_kv.reference.context_shard import ContextShard
 from packed_kv.refusals import rules
 from packed_kv.refusals.table import refusals_of_model
 from packed_kv.window import size

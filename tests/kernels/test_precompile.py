@@ -11,7 +11,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 from packed_kv import FORMATS
-from packed_kv.attention.context_shard import ContextShard
 from packed_kv.attention.decode import TritonPairs, rotation_of
 from packed_kv.attention.latent import decode as latent_decode
 from packed_kv.attention.latent.decode import HopperLatents, TritonLatents
@@ -37,6 +36,7 @@ from packed_kv.kernels.precompile import Precompiler, current, wait_for, wait_fo
 from packed_kv.kernels.triton.launch import Arguments, Launch
 from packed_kv.kernels.triton.merge import merge_tile
 from packed_kv.reference.attention import AttentionOptions
+from packed_kv.reference.context_shard import ContextShard
 from packed_kv.window.layer import WindowLayer
 from packed_kv.window.metadata import WindowMetadata
 from packed_kv.window.step import WindowStep

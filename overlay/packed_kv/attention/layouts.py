@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from ..kernels.served import Pairs
-from .context_shard import UNSHARDED, ContextShard
+from ..reference.context_shard import UNSHARDED, ContextShard
 from .limits import Limits
 
 if TYPE_CHECKING:

@@ -10,6 +10,7 @@ from vllm.platforms import current_platform
 
 from ..kernels.cpu.jobs import Largest
 from ..kernels.served import Engine
+from ..reference.context_shard import UNSHARDED, ContextShard
 from ..settings.options import read_options
 
 if TYPE_CHECKING:
@@ -53,6 +54,17 @@ def engine_of(vllm_config: VllmConfig) -> Engine:
         requests=limits.max_requests,
         ranks=vllm_config.parallel_config.decode_context_parallel_size,
     )
+
+
+def shard_of(config: VllmConfig) -> ContextShard:
+    """Return which of a request's tokens this process keeps."""
+    parallel = config.parallel_config
+    if parallel.decode_context_parallel_size == 1:
+        return UNSHARDED
+    from vllm.distributed.parallel_state import get_dcp_group
+
+    group = get_dcp_group()
+    return ContextShard(group.world_size, group.rank_in_group, parallel.cp_kv_cache_interleave_size)
 
 
 @dataclass(frozen=True)

@@ -21,10 +21,10 @@ from vllm.v1.kv_cache_interface import AttentionSpec
 from ..formats import FORMATS
 from ..kernels.precompile import wait_for_all
 from ..kernels.served import who_serves
+from ..reference.context_shard import UNSHARDED, ContextShard
 from ..refusals.facts import Attention, Facts
 from ..refusals.table import refuse
-from .context_shard import UNSHARDED, ContextShard, shard_of
-from .limits import engine_of, longest_decode
+from .limits import engine_of, longest_decode, shard_of
 from .step import StepCache, StepKey
 
 if TYPE_CHECKING:

@@ -25,10 +25,9 @@ from ...refusals.table import refuse
 from ...vllm_compat import has_own_queries
 from ...window.layer import add_window_layer, window_tokens_of_model
 from ..context_parallel import Ranks
-from ..context_shard import shard_of
 from ..factory import latent_kernels
 from ..layouts import LatentLayout
-from ..limits import EngineLimits, longest_decode
+from ..limits import EngineLimits, longest_decode, shard_of
 from ..protocols import DecodeBatch
 from ..step import StepKey
 from ..warmup import block_size_of, warm_up_latents
