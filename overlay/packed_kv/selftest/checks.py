@@ -135,10 +135,10 @@ def _repeated(
     """A step again from the memory as it was, one by one and, if all are decodes on CUDA, from a graph."""
     cache, ring = memory
     tensors = [output, cache, *([] if ring is None else [ring])]
-    starts, lengths = (torch.tensor(x, dtype=torch.int32).to(cache.device) for x in (batch.starts, batch.lengths))
+    bounds = batch.bounds(cache.device)
 
     def run() -> None:
-        layer.attention.forward(layer.step(batch, starts, lengths, *inputs, cache, ring, output))
+        layer.attention.forward(layer.step(batch, *bounds, *inputs, cache, ring, output))
 
     def restore() -> None:
         output.fill_(float("nan"))

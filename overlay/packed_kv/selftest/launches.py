@@ -123,10 +123,8 @@ class PairLayer:
             cache, ring: uint8 [blocks, KV heads, block_size, slot bytes].
             output: [rows, query heads, head_dim], filled.
         """
-        device = cache.device
-        starts = torch.tensor(batch.starts, dtype=torch.int32, device=device)
-        lengths = torch.tensor(batch.lengths, dtype=torch.int32, device=device)
-        self.attention.forward(self.step(batch, starts, lengths, query, key, value, cache, ring, output))
+        bounds = batch.bounds(cache.device)
+        self.attention.forward(self.step(batch, *bounds, query, key, value, cache, ring, output))
 
     def step(
         self, batch: RequestBatch, starts: torch.Tensor, lengths: torch.Tensor, query: torch.Tensor, key: torch.Tensor,
@@ -180,7 +178,7 @@ class LatentLayer:
         """Store a step's latents [rows, rank] and RoPE channels [rows, rope_dim], and return the requests' ring."""
         kernel, slots, held = self.kernels.store.kernel, None, None
         if self.window is not None and ring is not None:
-            slots, first = _fill_slots(self.window, batch, *self._bounds(batch))
+            slots, first = _fill_slots(self.window, batch, *batch.bounds(self.codec.device))
             held = Ring(ring, batch.ring_table, first, self.shape.window)
         kernel.write(kernel.prepare(NewTokens(batch.slots, ring_slots=slots)), cache, latent, rope, ring)
         return held
@@ -197,15 +195,11 @@ class LatentLayer:
         self, batch: RequestBatch, q_latent: torch.Tensor, q_rope: torch.Tensor, cache: torch.Tensor, ring: Ring | None
     ) -> torch.Tensor:
         """Attend: queries [rows, heads, rank] and [rows, heads, rope_dim] -> [rows, heads, rank], overwritten later."""
-        starts, lengths = self._bounds(batch)
+        starts, lengths = batch.bounds(self.codec.device)
         decodes = DecodeBatch(batch.block_table, starts, lengths, batch.starts[-1], batch.longest, ring=ring)
         kernel = self.kernels.decode
         output, _ = kernel.attend(kernel.prepare(decodes), cache, (q_latent, q_rope), ring)
         return output
-
-    def _bounds(self, batch: RequestBatch) -> tuple[torch.Tensor, torch.Tensor]:
-        starts, lengths = (torch.tensor(x, dtype=torch.int32) for x in (batch.starts, batch.lengths))
-        return starts.to(self.codec.device), lengths.to(self.codec.device)
 
 
 def _window_layer(shape: LayerShape) -> WindowLayer:

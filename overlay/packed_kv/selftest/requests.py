@@ -7,6 +7,9 @@ from itertools import accumulate
 
 import torch
 
+from ..layout import MICRO_BLOCK
+from ..window.slots import fill_slots
+
 BLOCK, RING_BLOCK = 32, 8
 """Tokens of a block of pages, and of a ring block."""
 POISON = 0xFF
@@ -64,6 +67,11 @@ class RequestBatch:
     def rows(self, index: int) -> slice:
         return slice(self.starts[index], self.starts[index + 1])
 
+    def bounds(self, device: torch.device | str = "cpu") -> tuple[torch.Tensor, torch.Tensor]:
+        """Return `starts` and `lengths`, int32 [requests + 1] and [requests]."""
+        starts, lengths = (torch.tensor(x, dtype=torch.int32, device=device) for x in (self.starts, self.lengths))
+        return starts, lengths
+
 
 class Requests:
     """The places of some requests' tokens: blocks in any order, and a ring of a few blocks each.
@@ -76,7 +84,7 @@ class Requests:
     """
 
     def __init__(self, most: list[int], shape: LayerShape, device: torch.device, block_size: int = BLOCK) -> None:
-        self.longest, self.device, self.block_size, self.lengths = shape.longest, device, block_size, [0] * len(most)
+        self.shape, self.device, self.block_size, self.lengths = shape, device, block_size, [0] * len(most)
         blocks = [-(-tokens // block_size) for tokens in most]
         self.blocks = sum(blocks) + 2
         order = torch.randperm(self.blocks, generator=torch.Generator().manual_seed(5)).to(torch.int32)
@@ -99,9 +107,27 @@ class Requests:
             slots.append(blocks * self.block_size + places % self.block_size)
             positions.append(places)
             self.lengths[request] += count
-        decodes = next((i for i, count in enumerate(counts) if count > self.longest), len(counts))
-        assert all(count > self.longest for count in counts[decodes:]), counts
+        longest = self.shape.longest
+        decodes = next((i for i, count in enumerate(counts) if count > longest), len(counts))
+        assert all(count > longest for count in counts[decodes:]), counts
         rows = [*new]
         tensors = (self.table[rows], self.ring_table[rows], torch.cat(slots), torch.cat(positions))
         lengths = [self.lengths[request] for request in rows]
         return RequestBatch(tuple(rows), starts, lengths, decodes, *(x.to(self.device) for x in tensors))
+
+    def fill_slots(self, batch: RequestBatch) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return by the reference where each row goes in its ring, and the first token that each ring has; int32 [rows]
+        and [requests] on the CPU."""
+        slots, first = (torch.zeros(n, dtype=torch.int32) for n in (batch.starts[-1], len(batch.requests)))
+        if self.shape.window:
+            fill_slots(
+                *batch.bounds(), batch.ring_table.cpu(), slots, first, block_size=RING_BLOCK,
+                ring_blocks=self.ring_blocks, window=self.shape.window, longest_decode=self.shape.longest,
+            )  # fmt: skip
+        return slots, first
+
+    def micro_blocks(self, request: int, end: int) -> torch.Tensor:
+        """Return the numbers of those that have a request's tokens before `end`."""
+        token = torch.arange(0, end, MICRO_BLOCK)
+        blocks = self.table[request].long()[token // self.block_size]
+        return blocks * (self.block_size // MICRO_BLOCK) + token % self.block_size // MICRO_BLOCK
