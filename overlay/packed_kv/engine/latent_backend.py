@@ -22,7 +22,7 @@ from ..layout import latent_slot_bytes
 from ..refusals.facts import Attention, Facts, Latents
 from ..refusals.table import refuse
 from .capacity import CheckedCache
-from .names import latent_registry_name, sparse_registry_name
+from .names import LATENT, SPARSE, registry_name
 from .page_backend import PackedPages
 
 PICKS_MULTIPLE = 128
@@ -45,7 +45,7 @@ class PackedLatentBackend(PackedPages, MLACommonBackend):
 
     @classmethod
     def get_name(cls) -> str:
-        return latent_registry_name(cls.fmt)
+        return registry_name(cls.fmt, LATENT)
 
     @staticmethod
     def get_impl_cls() -> type[LatentAttentionImpl]:
@@ -90,7 +90,7 @@ class PackedSparseBackend(PackedLatentBackend):
 
     @classmethod
     def get_name(cls) -> str:
-        return sparse_registry_name(cls.fmt)
+        return registry_name(cls.fmt, SPARSE)
 
     @staticmethod
     def get_impl_cls() -> type[SparseLatentImpl]:
