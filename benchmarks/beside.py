@@ -20,7 +20,7 @@ from latent_layer import LAYERS, Case
 from packed_kv.codecs.latent import LatentCodec
 from packed_kv.formats import FORMATS
 from packed_kv.kernels.cuda import kernel, nvrtc
-from packed_kv.kernels.cuda.source import Program
+from packed_kv.kernels.cuda.source import Source
 from pair_kernels import Layers, interleaved
 
 Round = Callable[[], None]
@@ -30,8 +30,8 @@ def with_sources(folder: Path | None, make: Callable[[], Round]) -> Round:
     """Make a round and launch it once, with kernels from `folder`; None: the present ones."""
     read = nvrtc.read_sources
 
-    def read_there(program: Program) -> dict[str, str]:
-        here = read(program)
+    def read_there(source: Source) -> dict[str, str]:
+        here = read(source)
         there = {name: folder / name for name in here} if folder else {}
         return here | {name: path.read_text() for name, path in there.items() if path.exists()}
 

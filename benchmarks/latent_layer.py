@@ -140,7 +140,7 @@ def main() -> None:
     parser.add_argument("--recent", type=int, default=64, help="tokens of the window (default: %(default)s)")
     parser.add_argument("--late", action="store_true")
     parser.add_argument("--early-pages", action="store_true")
-    parser.add_argument("--shares", type=int, choices=cuda_ring.SHARES)
+    parser.add_argument("--shares", type=int, choices=cuda_ring.CHANNEL_SHARES)
     asked = parser.parse_args()
     launch = early_launch.launch_kernel
     if asked.late:
@@ -150,7 +150,7 @@ def main() -> None:
             kernel, grid, threads, *rest, is_early=is_early or threads == PAGE_THREADS
         )
     if asked.shares:
-        cuda_ring.shares_of = lambda *_: asked.shares
+        cuda_ring.channel_shares = lambda *_: asked.shares
     codec = LatentCodec(FORMATS["tq4"], RANK, ROPE, device="cuda")
     for heads in asked.heads:
         for requests, context in (map(int, shape.split("x")) for shape in asked.shapes):

@@ -83,7 +83,7 @@ MUTATIONS = {
         "tests/kernels/triton/test_ring.py -k plan",
     ),
     "refusal": Mutation(
-        "overlay/packed_kv/refusals/table.py",
+        "overlay/packed_kv/refusals/rules.py",
         "(f.layer.head_size <= 0 or f.layer.head_size % HEAD_DIM_MULTIPLE)",
         "f.layer.head_size <= 0",
         "tests/refusals/test_refusal_table.py",

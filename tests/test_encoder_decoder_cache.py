@@ -36,14 +36,14 @@ ENCODER_DECODERS = {
 }
 
 
-class Exact(packed._Vectors):
+class Exact(packed.PackedVectors):
     """Vectors that are held as they come."""
 
     def append(self, x: torch.Tensor, positions: torch.Tensor, recent: int) -> None:
         if self.tokens:
             self.packed.append(x)
         else:
-            self.packed = packed._Tokens(x.clone())
+            self.packed = packed.Tokens(x.clone())
 
     def read(self, positions: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         return self.packed.held.clone()
@@ -65,7 +65,7 @@ def decode(model, inputs: torch.Tensor, cache, **options) -> list[int]:
 @pytest.mark.parametrize("beams", [1, 2])
 def test_they_generate_as_without_packing(encoder_decoder, beams: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """With vectors that lose nothing, in both caches or in the first."""
-    monkeypatch.setattr(packed, "_Vectors", Exact)
+    monkeypatch.setattr(packed, "PackedVectors", Exact)
     model, inputs = encoder_decoder
     exact = decode(model, inputs, EncoderDecoderCache(DynamicCache(), DynamicCache()), num_beams=beams)
     for second in (DynamicCache, lambda: PackedCache("tq4")):

@@ -13,7 +13,7 @@ PACKAGE = REPO / "overlay" / "packed_kv"
 FLOORS = (
     "formats", "layout", "gpu_generations", "private_file", "json_file", "child_process", "model", "refusals",
     "channel_calibration", "calibration_content", "calibration_file", "codecs", "reference", "kernels",
-    "vllm_compat", "settings", "window", "attention", "sharing", "planning", "engine", "plugin",
+    "packed_vectors", "vllm_compat", "settings", "window", "attention", "sharing", "planning", "engine", "plugin",
 )  # fmt: skip
 """Rooms from the bottom up. A module imports its own room and those below it."""
 BESIDE = {
@@ -27,6 +27,7 @@ BESIDE = {
         "calibration_file",
         "codecs",
         "kernels",
+        "packed_vectors",
     },
     "lmcache": {"formats", "codecs"},
     "selftest": {

@@ -13,8 +13,7 @@ MOST, MOST_OF_INIT = 12, 8
 EXCEPTIONS = {
     "vLLM gives these arguments": (
         "overlay/packed_kv/attention/impl.py PackedAttentionImpl",
-        "overlay/packed_kv/attention/latent/impl.py LatentAttentionImpl",
-        "overlay/packed_kv/attention/sparse/impl.py SparseLatentImpl",
+        "overlay/packed_kv/attention/latent/base.py PackedLatents",
         "tests/support/sparse_models.py pick_on_cuda",
     ),
     "a batch's metadata, as vLLM has one class for each kind of attention": (
@@ -52,7 +51,7 @@ EXCEPTIONS = {
         "quality/packed_kv_quality/generation.py GenerationSettings",
         "quality/packed_kv_quality/measurement.py Settings",
     ),
-    "fields for all kinds of layers, of which each has few": ("overlay/packed_kv/model/shape.py Layer",),
+    "fields for all kinds of layers, of which each has few": ("overlay/packed_kv/model/shape.py ModelLayer",),
     "cases of tests, which name by keyword what differs from the defaults": (
         "tests/kernels/cuda/test_cuda_latent.py Case",
         "tests/kernels/cuda/test_cuda_picks.py Case",

@@ -4,8 +4,7 @@
 
 Every token lies as the reference codec packs it (docs/formats.md), and the newest ones of a sequence once more in 8
 bits (`codecs/ring.py`), as in vLLM. The model's attention wants keys and values whole, so each layer unpacks its own,
-for as long as its attention takes: this saves memory, not time. On a CPU kernels in C++ pack and unpack
-(`kernels/cpu/vectors.py`), elsewhere, or without a compiler, PyTorch does.
+for as long as its attention takes (`packed_vectors.py`): this saves memory, not time.
 
 What attention reads: a lone token, all of it as it is stored, its own key and value included, the newest from the 8
 bits; several tokens at once, a prompt or a part of one, those before them as they are stored and their own as they are.
@@ -15,7 +14,7 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -26,7 +25,7 @@ from transformers.utils import logging
 
 from .calibration_file import Calibration, heads_in_words, load
 from .channel_calibration import LayerCalibration
-from .codecs import format_named, ring
+from .codecs import format_named
 from .codecs.pages import PagedCodec
 from .json_file import printable
 from .kernels.cpu import tables
@@ -34,11 +33,11 @@ from .kernels.cpu.compiler import BuildError
 from .kernels.cpu.vectors import CpuVectors
 from .kernels.served import Pairs, cpp_lacks
 from .layout import RECENT_TOKENS
+from .packed_vectors import PackedVectors, Tokens
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-    from .codecs import Codec
     from .formats import Format
 
 logger = logging.get_logger(__name__)
@@ -47,11 +46,9 @@ _PARAMETERS = inspect.signature(GenerationMixin.prepare_inputs_for_generation).p
 CACHE_ARGUMENT = "cache" if "cache" in _PARAMETERS else "past_key_values"
 """Name by which `generate` and `forward` take a cache: "cache" from transformers 5.24 on, the other one before."""
 
+
 SLOWER = "3 to 5 times"
 """Time of a generate step in PyTorch, in steps of the kernels, as benchmarks/cpu_cache.py measures it."""
-
-TILE = 1024
-"""Tokens that are unpacked at a time in PyTorch, through fp32."""
 
 
 @dataclass
@@ -179,115 +176,6 @@ def _checked(mask: torch.Tensor | None) -> torch.Tensor | None:
     return mask != 0
 
 
-class _Tokens:
-    """A tensor [sequences, KV heads, tokens, width] that gets tokens at its end and loses them at both ends.
-
-    Its memory has room for up to an eighth more, so a token is copied about 8 times in all, however many follow it.
-    """
-
-    def __init__(self, held: torch.Tensor) -> None:
-        self.memory, self.start, self.end = held, 0, held.shape[2]
-
-    @property
-    def held(self) -> torch.Tensor:
-        return self.memory[:, :, self.start : self.end]
-
-    def append(self, x: torch.Tensor) -> None:
-        if self.end + x.shape[2] > self.memory.shape[2]:
-            self._move(self.end - self.start + x.shape[2])
-        self.memory[:, :, self.end : self.end + x.shape[2]] = x
-        self.end += x.shape[2]
-
-    def keep_last(self, count: int) -> None:
-        self.start = max(self.start, self.end - count)
-        self._give_back()
-
-    def remove_last(self, count: int) -> None:
-        self.end = max(self.start, self.end - count)
-        self._give_back()
-
-    def _give_back(self) -> None:
-        """Move to smaller memory if this has more room than it should."""
-        tokens = self.end - self.start
-        if self.memory.shape[2] > _with_room(tokens):
-            self._move(tokens)
-
-    def _move(self, tokens: int) -> None:
-        """Move what is held to memory for `tokens` tokens and more."""
-        held = self.held
-        sequences, heads, count, width = held.shape
-        self.memory = held.new_empty((sequences, heads, _with_room(tokens), width))
-        self.memory[:, :, :count] = held
-        self.start, self.end = 0, count
-
-
-def _with_room(tokens: int) -> int:
-    return tokens + tokens // 8
-
-
-class _Vectors:
-    """The keys or the values of a layer.
-
-    `packed`: uint8 [sequences, KV heads, tokens, vector_bytes], all tokens. `codes`, `scales`: the newest ones as a
-    ring has them, int8 [.., stored_dim] and uint8 [.., stored_dim / 32].
-    """
-
-    def __init__(self, codec: Codec, sequences: int, heads: int, kernel: CpuVectors | None) -> None:
-        """`kernel`: of the layer; None: PyTorch packs and unpacks."""
-
-        def empty(dtype: torch.dtype, width: int) -> _Tokens:
-            return _Tokens(torch.empty((sequences, heads, 0, width), dtype=dtype, device=codec.device))
-
-        self.codec, self.kernel, self.role = codec, kernel, int(codec.role == "value")
-        self.packed = empty(torch.uint8, codec.vector_bytes)
-        self.codes = empty(torch.int8, codec.stored_dim)
-        self.scales = empty(torch.uint8, len(codec.group_bits))
-
-    def append(self, x: torch.Tensor, positions: torch.Tensor, recent: int) -> None:
-        """Tokens [sequences, KV heads, tokens, head_dim], the last `recent` twice; `positions`: see `read`."""
-        newest: Sequence[torch.Tensor]
-        if self.kernel is not None:
-            packed, *newest = self.kernel.encode(self.role, x, positions.squeeze(-1), recent)
-        else:
-            x = x.transpose(1, 2)
-            packed, newest = self.codec.encode(x, positions).transpose(1, 2), ()
-            if recent:
-                rotated = self.codec.prepare(x[:, -recent:], positions[:, -recent:])
-                newest = tuple(part.transpose(1, 2) for part in ring.quantize(rotated))
-        self.packed.append(packed)
-        if recent:
-            for kept, new in zip((self.codes, self.scales), newest, strict=True):
-                kept.append(new)
-                kept.keep_last(recent)
-
-    def read(self, positions: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """All tokens, [sequences, KV heads, tokens, head_dim]; `positions`: int64 [sequences, tokens, 1], of each in
-        its sequence."""
-        codec, packed = self.codec, self.packed.held
-        if self.kernel is not None:
-            newest = self.codes.held, self.scales.held
-            return self.kernel.decode(self.role, packed, *newest, positions.squeeze(-1), dtype)
-        older = self.tokens - self.codes.held.shape[2]
-        found = torch.empty((*packed.shape[:3], codec.head_dim), dtype=dtype, device=codec.device)
-        for start in range(0, older, TILE):
-            part = slice(start, min(start + TILE, older))
-            found[:, :, part] = codec.decode(packed[:, :, part].transpose(1, 2), positions[:, part]).transpose(1, 2)
-        recent = ring.dequantize(self.codes.held, self.scales.held).transpose(1, 2)
-        found[:, :, older:] = codec.restore(recent, positions[:, older:]).transpose(1, 2)
-        return found
-
-    @property
-    def tokens(self) -> int:
-        return self.packed.held.shape[2]
-
-    def all(self) -> tuple[_Tokens, ...]:
-        return self.packed, self.codes, self.scales
-
-    def change(self, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        """Replace each tensor by `change` of it, in memory of its own."""
-        self.packed, self.codes, self.scales = (_Tokens(change(tokens.held)) for tokens in self.all())
-
-
 def _kernel_of(codec: PagedCodec, dtype: torch.dtype) -> CpuVectors | None:
     """The kernels of a layer on a CPU, or None; without a compiler a warning, once, says why."""
     key = codec.key
@@ -305,7 +193,7 @@ class PackedLayer(DynamicLayer):
     """One layer's keys and values. Nothing is held but packed bytes; `keys` and `values` unpack them when read."""
 
     def __init__(self, settings: _Settings, number: int, **window: int) -> None:
-        self.vectors: tuple[_Vectors, ...] = ()
+        self.vectors: tuple[PackedVectors, ...] = ()
         super().__init__(**window)
         self.settings, self.number = settings, number
         self.cumulative_length, self.updates = 0, 0
@@ -338,7 +226,7 @@ class PackedLayer(DynamicLayer):
         self.dtype, self.device = key_states.dtype, key_states.device
         sequences, heads = key_states.shape[:2]
         kernel = _kernel_of(codec, key_states.dtype)
-        self.vectors = tuple(_Vectors(one, sequences, heads, kernel) for one in codec.codecs)
+        self.vectors = tuple(PackedVectors(one, sequences, heads, kernel) for one in codec.codecs)
         self.starts = self._starts(sequences, key_states.shape[2])
         self.is_initialized = True
 
@@ -392,7 +280,7 @@ class PackedLayer(DynamicLayer):
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         self._change(lambda x: x[indices.to(x.device)])
 
-    def all(self) -> list[_Tokens]:
+    def all(self) -> list[Tokens]:
         """All that grows with the tokens."""
         return [tokens for held in self.vectors for tokens in held.all()]
 
@@ -403,7 +291,7 @@ class PackedLayer(DynamicLayer):
         if self.is_initialized:
             self.starts = change(self.starts)
 
-    def _whole(self, vectors: _Vectors, x: torch.Tensor) -> torch.Tensor:
+    def _whole(self, vectors: PackedVectors, x: torch.Tensor) -> torch.Tensor:
         """Return the vectors that the layer holds, with `x` after them."""
         held = self.vectors[0].tokens
         return torch.cat((vectors.read(self._positions_held(), self.dtype), x), dim=2) if held else x

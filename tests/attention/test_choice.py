@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from packed_kv.attention import choice
-from packed_kv.attention.choice import Limits
+from packed_kv.attention.limits import Limits
 from packed_kv.kernels.served import Pairs
 
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from packed_kv.attention import metadata
+from packed_kv.attention import limits
 from packed_kv.attention.layer import PairKernels
-from packed_kv.attention.layouts import EngineLimits
+from packed_kv.attention.limits import EngineLimits
 from packed_kv.attention.metadata import PackedMetadataBuilder
 from packed_kv.formats import FORMATS
 from packed_kv.kernels.served import CUDA, TRITON, Pairs, longest_of
@@ -82,14 +82,15 @@ def is_captured(layers, drafts, capability, kernel, monkeypatch, requests=256):
     """True if CUDA graphs hold decodes of these packed layers; one that is not packed has no say."""
     for layer in layers:
         layer.impl.longest_decode, layer.impl.max_requests = 1 + drafts, requests
-    monkeypatch.setattr(metadata.current_platform, "is_cuda", lambda: True)
-    monkeypatch.setattr(metadata.current_platform, "get_device_capability", lambda: capability)
+    monkeypatch.setattr(limits.current_platform, "is_cuda", lambda: True)
+    monkeypatch.setattr(limits.current_platform, "get_device_capability", lambda: capability)
     monkeypatch.setattr("packed_kv.kernels.cuda.missing", lambda: None)
     named = {str(i): layer for i, layer in enumerate(layers)} | {"draft": Layer(1000, "auto")}
     speculative = SimpleNamespace(parallel_drafting=False, num_speculative_tokens=drafts) if drafts else None
     config = SimpleNamespace(
         compilation_config=SimpleNamespace(static_forward_context=named),
-        model_config=SimpleNamespace(dtype=torch.bfloat16),
+        model_config=SimpleNamespace(dtype=torch.bfloat16, attention_chunk_size=None),
+        scheduler_config=SimpleNamespace(max_num_seqs=requests, max_num_batched_tokens=8192),
         parallel_config=SimpleNamespace(decode_context_parallel_size=1),
         speculative_config=speculative,
         additional_config={"packed_kv": {"decode_kernel": kernel}},
@@ -167,6 +168,6 @@ def test_most_query_tokens_of_decodes(drafts: int | None, is_parallel: bool, bat
         additional_config={},
     )  # fmt: skip
     engine = EngineLimits.of(config, torch.device("cpu"))
-    assert (engine.decode_tokens, engine.batch_tokens) == (expected, batched)
+    assert (engine.decode_tokens, engine.limits.max_tokens) == (expected, batched)
     model.attention_chunk_size = 64
     assert EngineLimits.of(config, torch.device("cpu")).limits.max_requests == 16

@@ -13,7 +13,7 @@ import tiny_models
 import torch
 from harness import engine, keep_chunks, kv_tokens, mean_kl
 from packed_kv.attention import impl
-from packed_kv.attention.context_shard import ContextShard
+from packed_kv.reference.context_shard import ContextShard
 from packed_kv.refusals import table as refusals
 from packed_kv_quality.engines import scheduler
 from vllm import SamplingParams

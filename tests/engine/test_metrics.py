@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from packed_kv.attention import metadata
+from packed_kv.attention import limits
 from packed_kv.engine import metrics
 from packed_kv.formats import FORMATS
 from prometheus_client import REGISTRY
@@ -23,6 +23,7 @@ def config(
         cache_config=SimpleNamespace(cache_dtype="tq4"),
         model_config=SimpleNamespace(
             dtype=dtype,
+            attention_chunk_size=None,
             use_mla=use_mla,
             served_model_name=name,
             get_num_attention_heads=lambda _parallel: heads,
@@ -31,7 +32,7 @@ def config(
             hf_text_config=SimpleNamespace(kv_lora_rank=512, qk_rope_head_dim=64),
         ),
         parallel_config=SimpleNamespace(decode_context_parallel_size=1),
-        scheduler_config=SimpleNamespace(max_num_seqs=256),
+        scheduler_config=SimpleNamespace(max_num_seqs=256, max_num_batched_tokens=8192),
         speculative_config=speculative,
         additional_config={"packed_kv": {"decode_kernel": kernel}},
     )
@@ -54,7 +55,7 @@ def value(what: str, name: str, route: str) -> float | None:
 @pytest.fixture(autouse=True)
 def on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     platform = SimpleNamespace(is_cuda=lambda: True, get_device_capability=lambda: (8, 0))
-    monkeypatch.setattr(metadata, "current_platform", platform)
+    monkeypatch.setattr(limits, "current_platform", platform)
 
 
 def test_tokens_and_requests_by_route() -> None:
@@ -106,13 +107,13 @@ def test_on_hopper_the_kernel_decides(
 ) -> None:
     """128 columns: only the CUDA kernel takes them, and not of heads of 256 channels."""
     monkeypatch.setattr("packed_kv.kernels.cuda.missing", lambda: None)
-    monkeypatch.setattr(metadata.current_platform, "get_device_capability", lambda: (9, 0))
+    monkeypatch.setattr(limits.current_platform, "get_device_capability", lambda: (9, 0))
     assert metrics.routes(config("b", heads=128, drafts=7, kernel=kernel, head_size=head_size)) == ("prefill", decode)
 
 
 def test_on_a_cpu_the_compiler_decides(monkeypatch: pytest.MonkeyPatch) -> None:
     platform = SimpleNamespace(is_cuda=lambda: False, is_cpu=lambda: True, get_device_capability=lambda: None)
-    monkeypatch.setattr(metadata, "current_platform", platform)
+    monkeypatch.setattr(limits, "current_platform", platform)
     assert metrics.routes(config("b")) == ("prefill", "decode_kernel")
     assert metrics.routes(config("b", use_mla=True)) == ("prefill", "decode_kernel")
     assert metrics.routes(config("b", dtype=torch.float32)) == ("pytorch", "pytorch")

@@ -16,14 +16,14 @@ import torch
 from coverage_models import tiny
 from fake_codecs import register_null_format
 from harness import engine, teacher_forced_logits
-from packed_kv.attention.context_shard import ContextShard
 from packed_kv.attention.latent.metadata import LatentMetadataBuilder
 from packed_kv.attention.metadata import PackedMetadataBuilder
 from packed_kv.engine import registration
 from packed_kv.engine.backend import backend_of
 from packed_kv.formats import FORMATS
 from packed_kv.model.shape import parse
-from packed_kv.refusals import table as refusals
+from packed_kv.reference.context_shard import ContextShard
+from packed_kv.refusals import rules
 from packed_kv.refusals.table import refusals_of_model
 from packed_kv.window import size
 from transformers import HrmTextConfig
@@ -133,7 +133,7 @@ def test_prompts_that_are_read_in_both_directions(tmp_path: Path, monkeypatch: p
 
 def test_a_backend_derived_from_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever model makes such layers: here, one that no rule names."""
-    monkeypatch.setattr(refusals, "BOTH_WAYS", ())
+    monkeypatch.setattr(rules, "BOTH_WAYS", ())
     words = "models that choose their own attention backend: a layer has EncoderOnlyAttention_Tq4Backend, made from "
     assert words in refusal_before_weights(hrm_text(tmp_path), monkeypatch)
     monkeypatch.setattr(llama, "Attention", PrefillPrefixLMAttention)

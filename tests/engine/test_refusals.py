@@ -17,7 +17,7 @@ from packed_kv.engine import registration
 from packed_kv.engine.backend import backend_of
 from packed_kv.formats import FORMATS
 from packed_kv.model import architectures
-from packed_kv.refusals import table as refusals
+from packed_kv.refusals import rules
 from packed_kv.refusals.facts import Facts
 from packed_kv.refusals.table import refusals_of
 from packed_kv.settings import facts
@@ -236,7 +236,7 @@ def test_kv_connectors_that_do_not_name_the_page_format(what: str) -> None:
     assert refusal.rule.subject == "this KV connector" and refusal.read.startswith(what)
 
 
-@pytest.mark.parametrize("what", refusals.CONNECTORS)
+@pytest.mark.parametrize("what", rules.CONNECTORS)
 def test_kv_connectors_that_do(what: str) -> None:
     assert what in KVConnectorFactory._registry
     assert not refusals_of(facts.engine_facts(settings(KVTransferConfig(kv_connector=what, kv_role="kv_both"))))

@@ -12,15 +12,15 @@ from pathlib import Path
 
 import torch
 from packed_kv.kernels.cuda import grids, latent_launch, latent_ring_launch, launch, prefix_launch
-from packed_kv.kernels.cuda.source import LATENT, LATENT_RING, Program, read_sources
+from packed_kv.kernels.cuda.source import LATENT, LATENT_RING, Source, read_sources
 
 FOLDER = Path(__file__).parent / "emulator"
 
 
 @cache
-def build(program: Program, main: str, constants: tuple[tuple[str, str], ...]) -> ctypes.CDLL:
+def build(source: Source, main: str, constants: tuple[tuple[str, str], ...]) -> ctypes.CDLL:
     """Return the emulated kernel with these definitions, launched by `main`; builds are kept for later runs."""
-    sources = read_sources(program) | {path.name: path.read_text() for path in FOLDER.iterdir()}  # with another ptx.cuh
+    sources = read_sources(source) | {path.name: path.read_text() for path in FOLDER.iterdir()}  # with another ptx.cuh
     key = hashlib.sha256(repr((main, constants, sorted(sources.items()))).encode()).hexdigest()[:16]
     kept = Path(tempfile.gettempdir()) / f"packed_kv_emulator_{os.getuid()}"
     library = kept / f"{key}.so"
@@ -52,7 +52,7 @@ def run(
         layer: of `layer_arguments`.
     """
     arguments = launch.CALL_ARGUMENTS.pack(output.data_ptr()) + step + layer
-    build(launch.program(constants), "launch.cpp", tuple(constants.items())).launch(arguments, *blocks)
+    build(launch.source_of(constants), "launch.cpp", tuple(constants.items())).launch(arguments, *blocks)
 
 
 class CudaDecode(launch.CudaDecode):

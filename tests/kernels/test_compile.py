@@ -14,7 +14,7 @@ from packed_kv.gpu_generations import generation_of
 from packed_kv.kernels import power_of_2
 from packed_kv.kernels.cuda.schedule import Scheduler
 from packed_kv.kernels.kernel_layout import kernel_layout
-from packed_kv.kernels.triton import decode, gather, means, merge, ring, store
+from packed_kv.kernels.triton import decode, gather, means, merge, ring, store, store_section
 from packed_kv.kernels.triton.quantize import Transform
 from packed_kv.layout import MEAN_BLOCK, PageLayout, page_layout, ring_layout
 
@@ -38,13 +38,16 @@ RING_BLOCK = {"tq4": 8, "turboquant25": 4}
 def store_case(
     fmt: Format, arch: int, calibrated: bool, head_dim: int = 128, query_group: int = 0, value_dim: int | None = None
 ) -> Case:
-    blocks, vectors = store.Blocks("*u8", "i32", "i32"), store.Vectors("i32", "i32", "*i64", "i32", "*fp32", "i32")
-    layer = store.StoreLayer(blocks, vectors, vectors, "*fp32", "*fp32", blocks)
+    blocks, vectors = (
+        store_section.Blocks("*u8", "i32", "i32"),
+        store_section.Vectors("i32", "i32", "*i64", "i32", "*fp32", "i32"),
+    )
+    layer = store_section.StoreLayer(blocks, vectors, vectors, "*fp32", "*fp32", blocks)
     mean_blocks = (MEAN_BLOCKS, MEAN_BLOCK) if calibrated else (1, 0)
     layout = kernel_layout(page_layout(fmt, head_dim))
-    constants = store.StoreConstants(
+    constants = store_section.StoreConstants(
         8, (16, RING_BLOCK.get(fmt.name, 0)), Transform(fmt.rotation, calibrated, calibrated, calibrated, *mean_blocks),
-        (head_dim, value_dim or head_dim), layout, store.rows_of(layout),
+        (head_dim, value_dim or head_dim), layout, store_section.rows_of(layout),
     )  # fmt: skip
     queries = None
     if query_group:

@@ -9,7 +9,7 @@ from compiling import EXACT_FMAS, Case, Resources, check_look_ups, compile_kerne
 from packed_kv.formats import FORMATS, Format
 from packed_kv.gpu_generations import generation_of
 from packed_kv.kernels.kernel_layout import kernel_layout, latent_row_layout, rope_layout
-from packed_kv.kernels.triton import latent_decode, latent_gather, latent_ring, latent_rows, store
+from packed_kv.kernels.triton import latent_decode, latent_gather, latent_ring, latent_rows, store_section
 from packed_kv.kernels.triton.latent_store import parts_of
 from packed_kv.kernels.triton.quantize import Transform
 from packed_kv.layout import latent_layout, ring_layout, row_layout
@@ -72,18 +72,18 @@ def test_programs_of_many_rows_fit(arch: int) -> None:
 
 def store_case(fmt: Format, arch: int, rope_bits: int) -> Case:
     layout = kernel_layout(latent_layout(fmt, RANK, ROPE_DIM, rope_bits))
-    vectors = store.Vectors("i32", "i32", "*i64", "i32", "*fp32", "i32")
-    blocks = store.Blocks("*u8", "i32", "i32")
-    constants = store.StoreConstants(
-        1, (16, 4), Transform(fmt.rotation, True, True, False, 1, 0), (RANK, RANK), layout, store.rows_of(layout),
-        None, parts_of(layout),
+    vectors = store_section.Vectors("i32", "i32", "*i64", "i32", "*fp32", "i32")
+    blocks = store_section.Blocks("*u8", "i32", "i32")
+    constants = store_section.StoreConstants(
+        1, (16, 4), Transform(fmt.rotation, True, True, False, 1, 0), (RANK, RANK), layout,
+        store_section.rows_of(layout), None, parts_of(layout),
     )  # fmt: skip
     return Case(
         kernel="packed_kv.kernels.triton.latent_store:store_latents_kernel",
         arch=arch,
         types=dict(
             latent_ptr="*bf16", rope_ptr="*bf16", slots_ptr="*i64", tokens="i32", split="i32", ring_slots_ptr="*i32",
-            ring_tokens="i32", layer=store.StoreLayer(blocks, vectors, vectors, "*fp32", "*fp32", blocks),
+            ring_tokens="i32", layer=store_section.StoreLayer(blocks, vectors, vectors, "*fp32", "*fp32", blocks),
             rope_token_stride="i32",
         ),
         constants=dict(STORE=constants, ROPE=rope_layout(latent_layout(fmt, RANK, ROPE_DIM, rope_bits))),

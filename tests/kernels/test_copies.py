@@ -22,7 +22,7 @@ import torch
 from machine_code import Code, Frame, Instruction, is_shared_load, loads_under_way, reached
 from packed_kv.formats import FORMATS
 from packed_kv.kernels.cuda import COLUMNS, HEAD_DIMS, grids, latent_launch, launch, nvrtc
-from packed_kv.kernels.cuda.source import LATENT, Program, read_sources
+from packed_kv.kernels.cuda.source import LATENT, Source, read_sources
 from packed_kv.layout import latent_layout, page_layout, row_layout
 
 Edit = Callable[[dict[str, str]], dict[str, str]]
@@ -76,7 +76,7 @@ class Variant(NamedTuple):
     """A compilation: its constants, and the file whose loop issues copies."""
 
     name: str
-    program: Program
+    source: Source
     constants: dict[str, str]
     kernel: str
     file: str
@@ -118,22 +118,22 @@ def pairs() -> Iterator[Variant]:
                 continue
             seen.add(variant)
             constants = launch.constants(page, 8, 4, variant)
-            program = launch.program(constants)
+            source = launch.source_of(constants)
             wide = "roles_unpack.cuh" if int(constants["UNPACKERS"]) else "wide.cuh"
             file = wide if columns > grids.NARROW else "narrow.cuh"
             label = f"{name}-{head_dim}-{columns}-{ring}" + (f"-{len(seen)}" if every else "")
-            yield Variant(label, program, constants, "decode", file)
+            yield Variant(label, source, constants, "decode", file)
 
 
 def compiled(variant: Variant, folder: Path, edit: Edit | None = None) -> tuple[Code, dict[str, str]]:
     """Return the machine code of a variant, and its sources, which `edit` may change."""
-    sources = read_sources(variant.program)
+    sources = read_sources(variant.source)
     if edit is not None:
         sources = edit(sources)
     definitions = (f"-D{name}={value}" for name, value in sorted(variant.constants.items()))
-    options = (f"--gpu-architecture={variant.program.architecture}", *nvrtc.OPTIONS, "-lineinfo", *definitions)
+    options = (f"--gpu-architecture={variant.source.architecture}", *nvrtc.OPTIONS, "-lineinfo", *definitions)
     file = folder / "kernel.cubin"
-    file.write_bytes(nvrtc._compile(variant.program, sources, options))
+    file.write_bytes(nvrtc._compile(variant.source, sources, options))
     return Code.of(file, variant.kernel), sources
 
 

@@ -11,9 +11,9 @@ import emulated
 import pytest
 import torch
 from packed_kv.attention import decode as pairs
-from packed_kv.attention.choice import Limits
 from packed_kv.attention.layer import PairAttention, PairKernels
 from packed_kv.attention.layouts import PairLayout
+from packed_kv.attention.limits import Limits
 from packed_kv.attention.metadata import Batch, PackedMetadata
 from packed_kv.attention.passes import PassLimits, PrefixPass, plan_passes, prefix_passes
 from packed_kv.attention.prefill import FlashAttention, FlashPrefill

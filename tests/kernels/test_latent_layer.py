@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import test_cuda_latent
 import torch
-from packed_kv.attention.choice import Limits
 from packed_kv.attention.latent import decode
 from packed_kv.attention.latent.decode import HopperLatents, TritonLatents
 from packed_kv.attention.latent.impl import LatentAttentionImpl
 from packed_kv.attention.latent.kernels import LatentKernels
 from packed_kv.attention.latent.metadata import LatentDecodeMetadata
 from packed_kv.attention.layouts import LatentLayout
+from packed_kv.attention.limits import Limits
 from packed_kv.attention.step import StepCache
 from packed_kv.formats import FORMATS
 from packed_kv.kernels.cuda import latent_launch, latent_ring_launch

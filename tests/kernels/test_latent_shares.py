@@ -8,8 +8,6 @@ from typing import Any
 import pytest
 import torch
 from packed_kv.attention import context_parallel
-from packed_kv.attention.choice import Limits
-from packed_kv.attention.context_shard import ContextShard
 from packed_kv.attention.latent import decode
 from packed_kv.attention.latent.decode import TritonLatents
 from packed_kv.attention.latent.impl import LatentAttentionImpl
@@ -17,10 +15,12 @@ from packed_kv.attention.latent.kernels import LatentKernels
 from packed_kv.attention.latent.metadata import LatentDecodeMetadata
 from packed_kv.attention.latent.prefix import TritonLatentPrefix
 from packed_kv.attention.layouts import LatentLayout
+from packed_kv.attention.limits import Limits
 from packed_kv.attention.step import StepCache
 from packed_kv.attention.store import LatentStore
 from packed_kv.attention.triton_store import TritonLatentStore
 from packed_kv.formats import FORMATS
+from packed_kv.reference.context_shard import ContextShard
 from packed_kv.reference.latent_attention import attend
 from test_decode import DEVICE
 from test_latent import SCALE, codec_of, poisoned, tokens

@@ -11,8 +11,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 from packed_kv import FORMATS
-from packed_kv.attention.choice import Limits
-from packed_kv.attention.context_shard import ContextShard
 from packed_kv.attention.decode import TritonPairs, rotation_of
 from packed_kv.attention.latent import decode as latent_decode
 from packed_kv.attention.latent.decode import HopperLatents, TritonLatents
@@ -21,6 +19,7 @@ from packed_kv.attention.latent.kernels import LatentKernels
 from packed_kv.attention.latent.metadata import LatentMetadataBuilder
 from packed_kv.attention.latent.prefix import TritonLatentPrefix
 from packed_kv.attention.layouts import LatentLayout, PairLayout
+from packed_kv.attention.limits import Limits
 from packed_kv.attention.metadata import Batch, PackedMetadataBuilder
 from packed_kv.attention.protocols import DecodeBatch, NewTokens
 from packed_kv.attention.store import LatentStore
@@ -37,6 +36,7 @@ from packed_kv.kernels.precompile import Precompiler, current, wait_for, wait_fo
 from packed_kv.kernels.triton.launch import Arguments, Launch
 from packed_kv.kernels.triton.merge import merge_tile
 from packed_kv.reference.attention import AttentionOptions
+from packed_kv.reference.context_shard import ContextShard
 from packed_kv.window.layer import WindowLayer
 from packed_kv.window.metadata import WindowMetadata
 from packed_kv.window.step import WindowStep

@@ -28,7 +28,7 @@ def test_products_do_not_wait(name: str, rope_bits: int, kind, tmp_path: Path) -
         variant = latent_launch.LatentVariant(rows, rows, 64, BF16, BF16, True, False)
         constants = latent_launch.constants(kind(FORMATS[name], 512, 64, rope_bits), variant)
         file = tmp_path / "kernel.cubin"
-        file.write_bytes(nvrtc.compiled_kernel(constants, latent_launch.LATENT_PROGRAM))
+        file.write_bytes(nvrtc.compiled_kernel(constants, latent_launch.LATENT_SOURCE))
         _registers, stack, local = machine_code.resources(file)[KERNEL]
         _, code = machine_code.dump("--dump-sass", file).split(f"Function : {KERNEL}")
         code = code.split("Function : ")[0]

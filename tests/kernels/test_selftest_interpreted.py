@@ -5,16 +5,20 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import emulated
 import pytest
 import torch
+from packed_kv.attention import cpu, factory, prefill
 from packed_kv.attention import decode as fused
-from packed_kv.attention import factory, prefill
 from packed_kv.attention.latent import decode as latent_decode
 from packed_kv.formats import FORMATS
+from packed_kv.kernels.cuda import launch as cuda_launch
+from packed_kv.kernels.cuda import prefix_launch
 from packed_kv.kernels.precompile import Precompiler
 from packed_kv.kernels.triton import launch as triton_launch
 from packed_kv.selftest import checks, latents, launches, timing
-from packed_kv.selftest.requests import Shape
+from packed_kv.selftest.requests import LayerShape
+from test_cuda_decode import runs
 from test_gather import flash_attention
 from test_shares import Workspace
 from vllm.v1.worker import workspace
@@ -39,7 +43,7 @@ def _machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: (8, 0))
     flash = prefill.FlashAttention(flash_attention, 64)
     on_cuda = factory.pairs_on_cuda
-    monkeypatch.setattr(factory, "pairs_on_cpu", lambda _fmt, layer, engine: on_cuda(layer, engine, flash))
+    monkeypatch.setattr(cpu, "find_kernels", lambda _fmt, layer, engine: on_cuda(layer, engine, flash))
     monkeypatch.setattr(checks, "STEPS", STEPS)
     for module in (checks, latents):
         monkeypatch.setattr(module, "MOST", [11, 46])
@@ -65,7 +69,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> set[Any]:
 
 
 def check_pairs(window: int) -> list[checks.Check]:
-    fmt, shape = FORMATS["turboquant25"], Shape(64, 1, 2, window, longest=4)
+    fmt, shape = FORMATS["turboquant25"], LayerShape(64, 1, 2, window, longest=4)
     layer = launches.PairLayer(fmt, shape, CPU, checks.DTYPE, "auto", 2, 64)
     assert layer.kernel == "Triton" and layer.own_is_raw
     layer.compile_ahead()
@@ -91,9 +95,38 @@ def test_a_fault_is_found(noted: list[Any], monkeypatch: pytest.MonkeyPatch) -> 
     assert {check.part for check in check_pairs(window=0) if not check.is_right} >= {"merge"}
 
 
+@runs
+@pytest.mark.parametrize(("factor", "wrong"), [(1.0, set()), (1.01, {"passes"})])
+def test_prefixes_in_passes(factor: float, wrong: set[str], noted: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the CUDA kernel, emulated, in each step of that name and in no other; a fault is found."""
+    card = SimpleNamespace(multi_processor_count=2, major=9, minor=0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _device: card)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: (9, 0))
+    monkeypatch.setattr("packed_kv.kernels.cuda.missing", lambda: None)
+    monkeypatch.setattr(cuda_launch, "CudaDecode", emulated.CudaDecode)
+    monkeypatch.setattr(checks, "REPEATS", {"CUDA": 1})
+    monkeypatch.setattr(checks, "STEPS", (("prompt", {0: 5, 1: 37}), ("passes", {0: 1, 1: 5})))
+    launched = []
+
+    class Counted(emulated.CudaPrefix):
+        def __call__(self, items: int, step: bytes, output: torch.Tensor) -> None:
+            super().__call__(items, step, output)
+            launched.append(items)
+            output *= factor
+
+    monkeypatch.setattr(prefix_launch, "CudaPrefix", Counted)
+    fmt, shape = FORMATS["turboquant25"], LayerShape(64, 1, 2, 16, has_passes=True)
+    layer = launches.PairLayer(fmt, shape, CPU, checks.DTYPE, "auto", 2, 64)
+    assert layer.kernel == "CUDA"
+    found = list(checks.check_pairs(fmt, layer, CPU))
+    assert len(launched) == 2, "the step, and again"
+    assert {check.part for check in found} == {"store", "gather", "decode", "passes"}
+    assert {check.part for check in found if not check.is_right} == wrong, found
+
+
 def test_the_timed_step(noted: list[Any], launched: set[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """It is noted, and no more is; keys and values that heads share are compared as well."""
-    monkeypatch.setattr(timing, "SHAPE", Shape(64, 2, 2, 16))
+    monkeypatch.setattr(timing, "SHAPE", LayerShape(64, 2, 2, 16))
     monkeypatch.setitem(timing.SIZES, "cpu", (2, 40, 16))
     timed = timing.TimedBatch(FORMATS["turboquant25"], CPU, "auto")
     timed.compile_ahead()
@@ -108,7 +141,7 @@ def test_the_timed_step(noted: list[Any], launched: set[Any], monkeypatch: pytes
 def test_latents(noted: list[Any], launched: set[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     on_cuda = factory.latents_on_cuda
     monkeypatch.setattr(launches, "latent_kernels", lambda _fmt, *layer: on_cuda(*layer))
-    fmt, shape = FORMATS["turboquant25"], Shape(96, 1, 4, 16, longest=4)
+    fmt, shape = FORMATS["turboquant25"], LayerShape(96, 1, 4, 16, longest=4)
     layer = launches.LatentLayer(fmt, latents.RANK, latents.ROPE_DIM, shape, CPU, checks.DTYPE, "auto", 2)
     layer.compile_ahead()
     found = list(latents.check_latents(fmt, layer, CPU))

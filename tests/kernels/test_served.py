@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from checkout import DEMO_MODEL
-from packed_kv.attention import choice, impl, metadata
+from packed_kv.attention import choice, impl, limits
 from packed_kv.attention import cpu as pairs_on_cpu
 from packed_kv.attention.decode import HopperPairs, TritonPairs
 from packed_kv.attention.factory import latent_kernels, pair_kernels
@@ -18,7 +18,8 @@ from packed_kv.attention.impl import PackedAttentionImpl
 from packed_kv.attention.latent import cpu as latents_on_cpu
 from packed_kv.attention.latent.decode import HopperLatents, TritonLatents
 from packed_kv.attention.latent.in_pytorch import ReferenceLatents
-from packed_kv.attention.layouts import EngineLimits, LatentLayout, PairLayout
+from packed_kv.attention.layouts import LatentLayout, PairLayout
+from packed_kv.attention.limits import EngineLimits
 from packed_kv.codecs.latent import LatentCodec
 from packed_kv.codecs.pages import PagedCodec
 from packed_kv.formats import FORMATS, Format
@@ -111,14 +112,14 @@ def take_kernel(
     platform = SimpleNamespace(
         is_cuda=lambda: engine.platform == "cuda", get_device_capability=lambda: engine.capability
     )
-    monkeypatch.setattr(metadata, "current_platform", platform)
+    monkeypatch.setattr(limits, "current_platform", platform)
     drafts = SimpleNamespace(parallel_drafting=False, num_speculative_tokens=engine.longest_decode - 1)
     monkeypatch.setattr(config, "speculative_config", drafts)
     monkeypatch.setattr(config.scheduler_config, "max_num_seqs", engine.requests)
     monkeypatch.setattr(config.model_config, "dtype", torch.float32 if engine.is_fp32 else torch.bfloat16)
     monkeypatch.setattr(config, "additional_config", {"packed_kv": {"decode_kernel": engine.option}})
     with set_current_vllm_config(config):
-        assert metadata.engine_of(config)._replace(requests=engine.requests) == engine
+        assert limits.engine_of(config) == engine
         if isinstance(layer, Latents):
             return _take_latents(config, engine, layer)
         return _take_pairs(engine, layer)
@@ -132,8 +133,8 @@ def _take_pairs(engine: Engine, layer: Pairs) -> tuple[type, int, Pairs]:
         sinks=sinks, head_size_v=layer.value_dim,
     )  # fmt: skip
     codec = PagedCodec(layer.fmt, layer.head_dim, value_dim=layer.value_dim)
-    limits = replace(made.engine, device=SimpleNamespace(type=engine.platform))
-    kernels = pair_kernels(layer.fmt, PairLayout(codec, 2 * layer.group, 2, made.options, limits.limits), limits)
+    here = replace(made.engine, device=SimpleNamespace(type=engine.platform))
+    kernels = pair_kernels(layer.fmt, PairLayout(codec, 2 * layer.group, 2, made.options, here.limits), here)
     decode = kernels.decode
     batch = SimpleNamespace(decodes=3, decode_query_len=1)
     if not kernels.count_decodes(batch, made.dtype):
@@ -144,9 +145,9 @@ def _take_pairs(engine: Engine, layer: Pairs) -> tuple[type, int, Pairs]:
 def _take_latents(config: Any, engine: Engine, layer: Latents) -> tuple[type, int, None]:
     assert layer.fmt is not None
     codec = LatentCodec(layer.fmt, layer.rank, layer.rope_dim)
-    limits = EngineLimits.of(config, SimpleNamespace(type=engine.platform))  # type: ignore[arg-type]
-    layout = LatentLayout(codec, layer.heads, 0.1, limits.dtype, limits.limits, None)
-    decode = latent_kernels(layer.fmt, layout, limits).decode
+    here = EngineLimits.of(config, SimpleNamespace(type=engine.platform))  # type: ignore[arg-type]
+    layout = LatentLayout(codec, layer.heads, 0.1, here.dtype, here.limits, None)
+    decode = latent_kernels(layer.fmt, layout, here).decode
     return type(decode), decode.longest, None
 
 

@@ -11,10 +11,9 @@ import pytest
 import torch
 from packed_kv.attention import context_parallel as ranks
 from packed_kv.attention import decode as fused
-from packed_kv.attention.choice import Limits
-from packed_kv.attention.context_shard import UNSHARDED, ContextShard
 from packed_kv.attention.layer import PairAttention, PairKernels
 from packed_kv.attention.layouts import PairLayout
+from packed_kv.attention.limits import Limits
 from packed_kv.attention.metadata import Batch, PackedMetadata
 from packed_kv.attention.prefill import FlashAttention, FlashPrefill
 from packed_kv.attention.store import PairStore
@@ -22,6 +21,7 @@ from packed_kv.attention.triton_store import TritonPairStore
 from packed_kv.codecs.pages import PagedCodec
 from packed_kv.formats import FORMATS
 from packed_kv.reference.attention import AttentionOptions
+from packed_kv.reference.context_shard import UNSHARDED, ContextShard
 from page_codecs import page_codec
 from test_decode import DEVICE, relative_rms, rope, transforms
 from test_gather import flash_attention

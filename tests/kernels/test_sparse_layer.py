@@ -34,6 +34,7 @@ from sparse_batches import (
     Batch,
     codec_of,
     cuda_kernels,
+    errors_of,
     relative_rms,
     sinks_of,
 )
@@ -133,13 +134,7 @@ def test_a_batch(
     batch = Batch(codec, heads, most_rows)
     kernels = kernels_of(codec, heads, most_rows, reads_rows=reads_rows, sinks=sinks)
     assert (len(batch.metadata.prompts), len(kernels.take().query)) == (2 if most_rows == 120 else 1, 16)
-    queries = tuple(x.bfloat16() for x in batch.queries)
-    found = kernels.attend(batch.metadata, batch.cache, queries, batch.picks, batch.new)
-    expected, there = batch.expected(codec.output_constant(), sinks), (batch.picks >= 0).any(1)
-    prompts = slice(batch.metadata.num_decode_tokens, None)
-    errors = [relative_rms(found[rows], expected[rows]) for rows in (there, prompts)]
-    print(f"relative RMS error {errors}")
-    assert max(errors) < TOLERANCE
+    assert max(errors_of(batch, kernels, sinks, torch.bfloat16)) < TOLERANCE
 
 
 def test_prefixes() -> None:

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from packed_kv.attention.choice import Limits
 from packed_kv.attention.latent import decode
 from packed_kv.attention.latent.decode import TritonLatents
 from packed_kv.attention.latent.impl import LatentAttentionImpl
 from packed_kv.attention.latent.kernels import LatentKernels
 from packed_kv.attention.latent.metadata import LatentDecodeMetadata
 from packed_kv.attention.layouts import LatentLayout
+from packed_kv.attention.limits import Limits
 from packed_kv.attention.metadata import Batch
 from packed_kv.attention.step import StepCache
 from packed_kv.codecs.pages import PagedCodec

@@ -9,7 +9,7 @@ from packed_kv.model.shape import parse
 from packed_kv.planning import cards
 from packed_kv.planning.plan import decodes
 from packed_kv.refusals.table import refusals_of_model
-from test_plan import SHAPE_8B
+from shape_8b import SHAPE_8B
 from test_sparse_plan import V32
 
 ASKED = ("3090", "4090", "5090", "A10", "L4", "L40S", "RTX PRO 6000", "GB10", "H20", "H100", "H200", "B200", "B300")

@@ -14,7 +14,7 @@ from packed_kv.model.cache_scheme import asked_cache, describe_cache_scheme
 from packed_kv.model.shape import parse
 from packed_kv.planning.weights import weights
 from packed_kv.settings.facts import auto_cache
-from test_plan import SHAPE_8B
+from shape_8b import SHAPE_8B
 from vllm.engine.arg_utils import EngineArgs
 
 FP8_SCHEME = {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True, "dynamic": False}

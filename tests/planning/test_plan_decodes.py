@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from packed_kv.model.shape import parse
 from packed_kv.planning import cache, cards
-from packed_kv.planning.plan import Target, assumptions
+from packed_kv.planning.plan import Demand, assumptions
 from packed_kv.planning.weights import weights
-from test_plan import SHAPE_8B
+from shape_8b import SHAPE_8B
 
 
 @pytest.mark.parametrize(
@@ -25,6 +25,6 @@ from test_plan import SHAPE_8B
 )
 def test_the_plan_names_the_kernel_of_decodes(gpu: str, heads: int, ranks: int, change: dict, said: str) -> None:
     shape = parse({**SHAPE_8B, "num_attention_heads": heads, **change}, "8B", ranks)
-    target = Target(shape, cache.Serving(8192), weights(shape, None, None), cards.find(gpu), 20 << 30)
-    (line,) = [line for line in assumptions(target, []) if line.startswith("decodes of packed pages")]
+    demand = Demand(shape, cache.Serving(8192), weights(shape, None, None), cards.find(gpu), 20 << 30)
+    (line,) = [line for line in assumptions(demand, []) if line.startswith("decodes of packed pages")]
     assert said in line

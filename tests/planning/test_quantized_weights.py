@@ -15,7 +15,7 @@ from packed_kv.planning import config_file
 from packed_kv.planning.modules import modules
 from packed_kv.planning.quantization import NotKnown, scheme_of
 from packed_kv.planning.weights import INDEX, weights
-from test_plan import SHAPE_8B
+from shape_8b import SHAPE_8B
 from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import CompressedTensorsConfig
 from vllm.model_executor.layers.quantization.compressed_tensors.utils import find_matched_target, should_ignore_layer
 from vllm.model_executor.layers.quantization.modelopt import ModelOptMixedPrecisionConfig

@@ -12,12 +12,12 @@ import math
 import pytest
 import torch
 from packed_kv import FORMATS
-from packed_kv.attention.context_shard import ContextShard
 from packed_kv.codecs.pages import PagedCodec
 from packed_kv.layout import MEAN_BLOCK
 from packed_kv.model.rope import Rope
 from packed_kv.reference import attention as active_blocks
 from packed_kv.reference.attention import AttentionOptions, attend
+from packed_kv.reference.context_shard import ContextShard
 from page_codecs import page_codec
 
 HEAD_DIM = 64

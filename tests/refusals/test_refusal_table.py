@@ -29,10 +29,8 @@ from packed_kv.refusals.facts import (
     Record,
     Vllm,
 )
+from packed_kv.refusals.rules import CONNECTORS, RULES, WINDOW_RULES
 from packed_kv.refusals.table import (
-    CONNECTORS,
-    RULES,
-    WINDOW_RULES,
     Refused,
     markdown,
     no_window,

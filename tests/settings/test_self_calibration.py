@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import os
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import tiny_models
@@ -24,68 +21,12 @@ from harness import engine
 from packed_kv import FORMATS
 from packed_kv.calibration_file import CalibrationError, load
 from packed_kv.engine import metrics
-from packed_kv.private_file import new_name
 from packed_kv.settings import self_calibration
 from packed_kv.settings.self_calibration import cached_file, resolve_auto
-from vllm import envs
+from self_calibrating import OPTIONS, copies, instead, replace_popen, resolved, settings
 from vllm.config import VllmConfig
-from vllm.engine.arg_utils import EngineArgs
 
-AUTO: dict[str, Any] = {"additional_config": {"packed_kv": {"calibration": "auto"}}}
-OPTIONS: dict[str, Any] = {"tokenizer": str(DEMO_MODEL), "dtype": "float32", "max_model_len": 512, **AUTO}
-
-
-@pytest.fixture
-def model(tmp_path: Path) -> str:
-    return tiny_models.save(tiny_models.llama(vocab_size=4096, num_hidden_layers=1), tmp_path / "model")
-
-
-@pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """The folder of the cache; vLLM remembers its environment once an engine has run in a process."""
-    envs.disable_envs_cache()
-    monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path / "cache"))
-    return tmp_path / "cache" / "packed_kv"
-
-
-@pytest.fixture
-def log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    lines: list[str] = []
-    add = lambda line, *args: lines.append(line % args)  # noqa: E731
-    monkeypatch.setattr(self_calibration, "logger", SimpleNamespace(info=add, warning=add))
-    return lines
-
-
-def settings(model: str, **options: Any) -> VllmConfig:
-    return EngineArgs(model, kv_cache_dtype="tq4", **{**OPTIONS, **options}).create_engine_config()
-
-
-def resolved(config: VllmConfig) -> Path:
-    resolve_auto(config)
-    return Path(config.additional_config["packed_kv"]["calibration"])
-
-
-def instead(monkeypatch: pytest.MonkeyPatch, script: str) -> list[list[str]]:
-    """Run a script in place of tq-calibrate, with its arguments; returns the commands that would have been run."""
-    commands: list[list[str]] = []
-
-    def popen(command: list[str], **options: Any) -> subprocess.Popen:
-        commands.append(command)
-        return subprocess.Popen([sys.executable, "-c", f"import sys, time, shutil\n{script}", *command], **options)
-
-    replace_popen(monkeypatch, popen)
-    return commands
-
-
-def replace_popen(monkeypatch: pytest.MonkeyPatch, popen: Callable[..., subprocess.Popen]) -> None:
-    """Replace it for the module alone: vLLM starts programs, too."""
-    constants = {name: getattr(subprocess, name) for name in ("PIPE", "DEVNULL")}
-    monkeypatch.setattr(self_calibration, "subprocess", SimpleNamespace(Popen=popen, **constants))
-
-
-def copies(file: Path) -> str:
-    """A script that writes a file as tq-calibrate would, after a while."""
-    return f"time.sleep(0.3); shutil.copy({str(file)!r}, sys.argv[sys.argv.index('--out') + 1])"
+pytestmark = pytest.mark.usefixtures("cache")
 
 
 def test_an_engine_calibrates_its_model_once(
@@ -304,135 +245,6 @@ def test_a_model_that_cannot_be_calibrated_stops_the_start(
         f'packed_kv.calibration "auto": {reason}; without this option the engine starts uncalibrated'
     )
     assert [path.suffix for path in cache.iterdir()] == [".lock"]
-
-
-@pytest.fixture
-def until_exit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """TMPDIR of this process, which ends with the test."""
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmpdir"))
-    (tmp_path / "tmpdir").mkdir()
-    with contextlib.ExitStack() as stack:
-        monkeypatch.setattr(self_calibration, "UNTIL_EXIT", stack)
-        yield tmp_path / "tmpdir"
-    assert os.listdir(tmp_path / "tmpdir") == []
-
-
-def full(folder: Path) -> None:
-    """Let the cache's file have no place."""
-    folder.mkdir(parents=True)
-    (folder / cached_file(settings(str(folder.parents[1] / "model"))).name).mkdir()
-
-
-@pytest.mark.parametrize(
-    ("change", "reason"),
-    [
-        (lambda cache: cache.parent.touch(), "Not a directory"),
-        (lambda cache: [cache.mkdir(parents=True), cache.chmod(0o777)], "others can write {cache} (mode 777)"),
-        (lambda cache: [cache.mkdir(parents=True), cache.chmod(0o770)], "others can write {cache} (mode 770)"),
-        (full, "Is a directory"),
-    ],
-    ids=["no folder", "folder of all", "folder of a group", "no file"],
-)
-def test_a_cache_that_is_not_this_users_alone_costs_time(
-    change: Callable[[Path], object],
-    reason: str,
-    model: str,
-    cache: Path,
-    until_exit: Path,
-    tmp_path: Path,
-    log: list[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """The engine calibrates for itself, whatever others have put there, and one line says why."""
-    change(cache)
-    if reason.startswith("others"):
-        write(cache, content(1, mean=30000.0, version=3)).rename(cache / cached_file(settings(model)).name)
-    commands = instead(monkeypatch, copies(write(tmp_path, content(1))))
-    path = resolved(settings(model))
-    assert len(commands) == 1 and path.parent.parent == until_exit and path.parent.stat().st_mode & 0o777 == 0o700
-    assert load(path).version == 1
-    told = [line for line in log if "one is made at each start" in line]
-    assert len(told) == 1 and reason.format(cache=cache) in told[0]
-    assert not list(cache.glob("*.lock")) or reason == "Is a directory"
-
-
-@pytest.fixture
-def victim(cache: Path) -> Path:
-    """A file of this user's in the cache, to which links lead."""
-    cache.mkdir(parents=True, mode=0o700)
-    (cache / "victim").write_text("precious")
-    return cache / "victim"
-
-
-def planted(path: Path) -> None:
-    path.write_text("precious")
-    os.chown(path, 1234, -1)
-
-
-@pytest.mark.parametrize(
-    ("plant", "reason"),
-    [
-        (planted, "{path} belongs to user 1234"),
-        (lambda path: path.symlink_to("victim"), "{path} is not a regular file"),
-        (os.mkfifo, "{path} is not a regular file"),
-        (lambda path: [path.touch(), path.chmod(0o666)], "others can write {path} (mode 666)"),
-    ],
-    ids=["another user's", "link", "FIFO", "writable"],
-)
-def test_a_planted_file_is_not_loaded_but_replaced(
-    plant: Callable[[Path], object],
-    reason: str,
-    model: str,
-    victim: Path,
-    tmp_path: Path,
-    log: list[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    if plant is planted and os.geteuid():
-        pytest.skip("only root can give a file away")
-    path = cached_file(settings(model))
-    plant(path)
-    commands = instead(monkeypatch, copies(write(tmp_path, content(1))))
-    assert resolved(settings(model)) == path
-    assert len(commands) == 1 and not path.is_symlink() and load(path).version == 1
-    assert victim.read_text() == "precious"
-    assert log[0].startswith(f"KV cache calibration: {reason.format(path=path)}") and log[0].endswith(
-        "it was deleted and is made again"
-    )
-    assert resolved(settings(model)) == path and len(commands) == 1
-
-
-@pytest.mark.parametrize(
-    "plant",
-    [lambda path: path.symlink_to("victim"), os.mkfifo, lambda path: path.mkdir()],
-    ids=["link", "FIFO", "folder"],
-)
-def test_a_planted_lock_harms_nothing(
-    plant: Callable[[Path], object],
-    model: str,
-    victim: Path,
-    until_exit: Path,
-    tmp_path: Path,
-    log: list[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """No file of this user's is truncated, and no FIFO is waited for."""
-    lock = cached_file(settings(model)).with_suffix(".lock")
-    plant(lock)
-    instead(monkeypatch, copies(write(tmp_path, content(1))))
-    assert resolved(settings(model)).parent.parent == until_exit
-    assert victim.read_text() == "precious"
-    assert f"{lock} is not a regular file; delete it" in log[0]
-
-
-def test_what_a_killed_calibration_left_is_removed(
-    model: str, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    cache.mkdir(parents=True, mode=0o700)
-    (cache / f".{new_name()}").touch()
-    instead(monkeypatch, copies(write(tmp_path, content(1))))
-    path = resolved(settings(model))
-    assert sorted(cache.iterdir()) == [path, path.with_suffix(".lock")]
 
 
 def test_a_link_that_leads_nowhere_does_not_stop_the_start(model: str) -> None:

@@ -26,7 +26,7 @@ from packed_kv import formats
 from packed_kv.calibration_file import CalibrationError
 from packed_kv.engine import registration
 from packed_kv.formats import FORMATS
-from packed_kv.refusals import table as refusals
+from packed_kv.refusals import rules
 from packed_kv.settings.model_options import MODEL_OPTIONS, TOKENIZER_OPTIONS, keep_numbers, model_numbers
 from packed_kv.sharing.fingerprint import fingerprint
 from safetensors.torch import load_file, save_file
@@ -61,7 +61,7 @@ def generate(model: Path, folder: Path) -> tuple[int, list[int]]:
 
 def test_engines_share_pages_of_one_format_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     connector = f"{BlockStore.__module__}.{BlockStore.__name__}"
-    monkeypatch.setattr(refusals, "CONNECTORS", (*refusals.CONNECTORS, connector))
+    monkeypatch.setattr(rules, "CONNECTORS", (*rules.CONNECTORS, connector))
     plain = Path(tiny_models.save(tiny_models.llama(), tmp_path / "plain"))
     calibrated = Path(shutil.copytree(plain, tmp_path / "calibrated"))
     write(calibrated, content(LAYERS, KV_HEADS, HEAD_DIM))

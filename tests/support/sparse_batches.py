@@ -128,6 +128,19 @@ def cuda_kernels(
     return sparse_on_cuda(layer, HopperSparse(layer, 8) if reads_rows else None, max(most_rows, 4 * PICKS), 144)
 
 
+def errors_of(
+    batch: Batch, kernels: SparseKernels, sinks: torch.Tensor | None, dtype: torch.dtype = DTYPE
+) -> list[float]:
+    """Relative RMS errors of a whole batch with queries of this dtype: of tokens with picks, and of prompts."""
+    queries = tuple(x.to(dtype) for x in batch.queries)
+    found = kernels.attend(batch.metadata, batch.cache, queries, batch.picks, batch.new)
+    expected, there = batch.expected(batch.codec.output_constant(), sinks), (batch.picks >= 0).any(1)
+    prompts = slice(batch.metadata.num_decode_tokens, None)
+    errors = [relative_rms(found[rows], expected[rows]) for rows in (there, prompts)]
+    print(f"relative RMS errors {errors}")
+    return errors
+
+
 def sinks_of(heads: int) -> torch.Tensor:
     """Scores of sinks, fp32 [heads], of which some take next to nothing and some nearly everything; the first one is of
     a head that has none."""

@@ -1,24 +1,14 @@
-"""The start-up line of the decode kernel of a layer of pairs or of latents on CUDA, and the limits of its steps."""
+"""The start-up line of the decode kernel of a layer of pairs or of latents on CUDA."""
 
 from __future__ import annotations
-
-from typing import NamedTuple
 
 import torch
 from vllm.logger import init_logger
 
 from ..kernels.served import ANY, CUDA, Engine, Latents, Pairs, Served, who_serves
+from .limits import Limits
 
 logger = init_logger("vllm.packed_kv")
-
-
-class Limits(NamedTuple):
-    """The most that a step asks of a decode kernel: query tokens of a request, drafts included; requests; and tokens of
-    a batch with prompts, whose prefixes the kernel may read (0: it does not)."""
-
-    longest_decode: int
-    max_requests: int
-    max_tokens: int = 0
 
 
 def find_kernel(

@@ -12,7 +12,7 @@ import torch
 from vllm.distributed.device_communicators.base_device_communicator import DeviceCommunicatorBase
 from vllm.distributed.parallel_state import get_dcp_group
 
-from .context_shard import ContextShard
+from ..reference.context_shard import ContextShard
 from .layer import PairKernels
 from .metadata import Batch
 

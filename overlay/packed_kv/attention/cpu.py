@@ -33,7 +33,8 @@ from .store import FunctionStore, reference_pair_store
 if TYPE_CHECKING:
     from ..codecs.pages import PagedCodec
     from ..codecs.ring import Ring
-    from .layouts import EngineLimits, PairLayout
+    from .layouts import PairLayout
+    from .limits import EngineLimits
 
 logger = init_logger("vllm.packed_kv")
 
@@ -98,7 +99,7 @@ def find_kernels(
                 scope="local",
             )
             return library, pairs, None
-        most = max(engine.request_tokens, engine.batch_tokens)
+        most = max(engine.request_tokens, engine.limits.max_tokens)
         return library, pairs, CpuPrefill(*sizes, most, engine.dtype, engine.number)
     except BuildError as error:
         warn_of_pytorch(fmt.name, str(error))

@@ -23,8 +23,8 @@ from ..kernels.triton.launch import Launches, StepLaunch
 from ..kernels.triton.means import Means
 from ..kernels.triton.merge import MergeLaunch, merge_tile
 from ..kernels.triton.rotate import QueryRotation, RotateQueryLaunch, RotateStep, rotation_matrix
+from ..reference.context_shard import UNSHARDED
 from .choice import find_kernel
-from .context_shard import UNSHARDED
 from .fused_prefix import FusedPrefix, PrefixStep
 from .layouts import PairLayout
 from .passes import OverPrefixes

@@ -18,7 +18,8 @@ from .store import LatentStore, PairStore, reference_latent_store
 
 if TYPE_CHECKING:
     from ..formats import Format
-    from .layouts import EngineLimits, LatentLayout, PairLayout, SparseLayout
+    from .layouts import LatentLayout, PairLayout, SparseLayout
+    from .limits import EngineLimits
     from .metadata import Batch
     from .prefill import FlashAttention
     from .sparse.hopper import HopperSparse
@@ -54,7 +55,7 @@ def pairs_on_cuda(layer: PairLayout, engine: EngineLimits, flash_attention: Flas
     rotation, prefill = rotation_of(layer), None
     if flash_attention is not None:
         sizes = layer.codec, layer.query_heads, layer.kv_heads, layer.options
-        most = engine.batch_tokens, engine.limits.max_requests
+        most = engine.limits.max_tokens, engine.limits.max_requests
         prefill = FlashPrefill(*sizes, *most, flash_attention, layer.shard)
     decode = pair_kernel(layer, rotation, engine.option)
     return TritonPairStore(layer.codec, layer.kv_heads, rotation), decode, prefill
@@ -93,7 +94,7 @@ def sparse_kernels(layer: SparseLayout, engine: EngineLimits, rows: int) -> Spar
     by_cuda = hopper_kernel(layer, engine.option, engine.decode_tokens, engine.limits.longest_decode)
     if by_cuda is None:
         rows = max(rows, layer.picks * min(LEAST_SLICE, engine.limits.max_requests))
-    return sparse_on_cuda(layer, by_cuda, rows, engine.batch_tokens)
+    return sparse_on_cuda(layer, by_cuda, rows, engine.limits.max_tokens)
 
 
 def sparse_on_cuda(layer: SparseLayout, by_cuda: HopperSparse | None, rows: int, batch_tokens: int) -> SparseKernels:

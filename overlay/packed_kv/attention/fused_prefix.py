@@ -13,7 +13,7 @@ from ..kernels.cuda import prefix_launch as cuda_prefix
 from ..kernels.triton.decode import DecodeShape
 from ..kernels.triton.launch import Launches
 from ..layout import PageLayout
-from .choice import Limits
+from .limits import Limits
 from .passes import OverPrefixes, PassLimits, PrefixPasses
 from .protocols import PrefixBatch
 

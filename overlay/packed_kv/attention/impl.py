@@ -18,6 +18,7 @@ from ..codecs.pages import PagedCodec
 from ..formats import FORMATS
 from ..kernels.served import Pairs
 from ..reference.attention import AttentionOptions
+from ..reference.context_shard import UNSHARDED
 from ..refusals.facts import Attention, Cache, Drafts, Facts, Layer, Pages, Parallel
 from ..refusals.table import refuse
 from ..settings.calibration import find_calibration
@@ -26,10 +27,10 @@ from ..settings.longest import longest_sequence
 from ..window.layer import SUFFIX, WindowLayer, add_window_layer, window_tokens_of_model
 from ..window.step import WindowStep
 from .context_parallel import ContextParallelAttention
-from .context_shard import UNSHARDED, shard_of
 from .factory import pair_kernels
 from .layer import PairAttention
-from .layouts import EngineLimits, PairLayout, pairs_of
+from .layouts import PairLayout, pairs_of
+from .limits import EngineLimits, shard_of
 from .metadata import Batch, PackedMetadata
 from .warmup import PairWarmup, block_size_of
 

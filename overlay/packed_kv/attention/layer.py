@@ -9,8 +9,8 @@ import torch
 
 from ..codecs.pages import PagedCodec
 from ..reference.attention import AttentionOptions, RecentVectors, attend
+from ..reference.context_shard import UNSHARDED, ContextShard
 from ..window.step import WindowStep
-from .context_shard import UNSHARDED, ContextShard
 from .metadata import Batch, PackedMetadata
 from .passes import PrefixPasses, plan_passes, prefix_passes
 from .protocols import DecodeBatch, DecodeKernel, PrefillKernel, PrefixBatch

@@ -1,4 +1,4 @@
-"""Records of what decides the kernels of a layer: its engine's limits, its shape, and options of its attention.
+"""Records of what decides the kernels of a layer beside its engine's limits: its shape, and options of its attention.
 Imports no Triton."""
 
 from __future__ import annotations
@@ -8,66 +8,16 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from ..kernels.cpu.jobs import Largest
 from ..kernels.served import Pairs
-from ..settings.options import read_options
-from .choice import Limits
-from .context_shard import UNSHARDED, ContextShard
-from .metadata import longest_decode
+from ..reference.context_shard import UNSHARDED, ContextShard
+from .limits import Limits
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
-
     from ..codecs.latent import LatentCodec
     from ..codecs.latent_rows import LatentRowCodec
     from ..codecs.pages import PagedCodec
     from ..formats import Format
     from ..reference.attention import AttentionOptions
-
-
-@dataclass(frozen=True)
-class EngineLimits:
-    """Limits and options of an engine that decide the kernels of its layers.
-
-    `device`: where they run. `dtype`: of the model. `limits`: of decodes. `batch_tokens`, `request_tokens`: the most of
-    a batch and of a request. `option`: `decode_kernel` of `--additional-config`. `number`: the engine's own.
-    `has_ring`: whether the engine has a recent window.
-    """
-
-    device: torch.device
-    dtype: torch.dtype
-    limits: Limits
-    batch_tokens: int
-    request_tokens: int
-    option: str
-    number: int = 0
-    has_ring: bool = False
-
-    @property
-    def largest(self) -> Largest:
-        """The largest step of decodes."""
-        return Largest(self.limits.max_requests, self.limits.longest_decode, self.request_tokens, self.has_ring)
-
-    @property
-    def decode_tokens(self) -> int:
-        """The most query tokens of a batch's decodes, drafts included."""
-        return min(self.limits.max_requests * self.limits.longest_decode, self.batch_tokens)
-
-    @classmethod
-    def of(cls, config: VllmConfig, device: torch.device, *, has_ring: bool = False) -> EngineLimits:
-        model, scheduler = config.model_config, config.scheduler_config
-        # vLLM makes two requests of a decode whose drafts begin a chunk.
-        requests = scheduler.max_num_seqs * (2 if model.attention_chunk_size else 1)
-        return cls(
-            device=device,
-            dtype=model.dtype,
-            limits=Limits(longest_decode(config), requests, scheduler.max_num_batched_tokens),
-            batch_tokens=scheduler.max_num_batched_tokens,
-            request_tokens=model.max_model_len,
-            option=read_options(config.additional_config).decode_kernel,
-            number=id(config.compilation_config.static_forward_context),
-            has_ring=has_ring,
-        )
 
 
 def pairs_of(fmt: Format, head_dim: int, group: int, value_dim: int, options: AttentionOptions) -> Pairs:

@@ -10,7 +10,6 @@ import torch
 from vllm.config import VllmConfig, get_layers_from_vllm_config
 from vllm.logger import init_logger
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
-from vllm.platforms import current_platform
 from vllm.v1.attention.backend import (
     AttentionCGSupport,
     AttentionMetadata,
@@ -21,11 +20,11 @@ from vllm.v1.kv_cache_interface import AttentionSpec
 
 from ..formats import FORMATS
 from ..kernels.precompile import wait_for_all
-from ..kernels.served import Engine, who_serves
+from ..kernels.served import who_serves
+from ..reference.context_shard import UNSHARDED, ContextShard
 from ..refusals.facts import Attention, Facts
 from ..refusals.table import refuse
-from ..settings.options import read_options
-from .context_shard import UNSHARDED, ContextShard, shard_of
+from .limits import engine_of, longest_decode, shard_of
 from .step import StepCache, StepKey
 
 if TYPE_CHECKING:
@@ -194,27 +193,6 @@ def check_batch(vllm_config: VllmConfig, common: CommonAttentionMetadata) -> Non
     if common.causal is not True or getattr(common, "mm_req_doc_ranges", None):
         dtype = vllm_config.cache_config.cache_dtype
         refuse(Facts(Attention(is_causal=False)), dtype if dtype in FORMATS else "")
-
-
-def longest_decode(vllm_config: VllmConfig) -> int:
-    """Query tokens of a decode with its drafts, as in vLLM's `_init_reorder_batch_threshold`."""
-    speculative = vllm_config.speculative_config
-    if speculative is None:
-        return 1
-    return 1 + (2 if speculative.parallel_drafting else 1) * (speculative.num_speculative_tokens or 0)
-
-
-def engine_of(vllm_config: VllmConfig) -> Engine:
-    """Return what decides which kernel serves the engine's decodes; its layers know their limits."""
-    found = current_platform.get_device_capability()
-    return Engine(
-        "cuda" if current_platform.is_cuda() else "cpu",
-        None if found is None else (found[0], found[1]),
-        read_options(vllm_config.additional_config).decode_kernel,
-        is_fp32=vllm_config.model_config.dtype == torch.float32,
-        longest_decode=longest_decode(vllm_config),
-        ranks=vllm_config.parallel_config.decode_context_parallel_size,
-    )
 
 
 def _fused_serves(vllm_config: VllmConfig, spec: AttentionSpec, query_len: int) -> bool:

@@ -26,7 +26,7 @@ from ..kernels.triton.ring import GatherRingLaunch
 from ..kernels.triton.rotate import rotation_matrix
 from ..layout import MICRO_BLOCK
 from ..reference.attention import AttentionOptions
-from .context_shard import UNSHARDED, ContextShard
+from ..reference.context_shard import UNSHARDED, ContextShard
 from .passes import OverPrefixes
 from .prefix import KeyPart, Span, key_part, own_part, prefix_parts
 from .protocols import PrefillKernel, PrefillKind

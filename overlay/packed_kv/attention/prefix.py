@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from ..layout import MICRO_BLOCK
-from .context_shard import UNSHARDED, ContextShard
+from ..reference.context_shard import UNSHARDED, ContextShard
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,8 @@ import torch
 from ..codecs.ring import Ring
 from ..kernels.precompile import Precompiler
 from ..layout import MICRO_BLOCK
+from ..reference.context_shard import UNSHARDED
 from .context_parallel import ContextParallelAttention
-from .context_shard import UNSHARDED
 from .latent.in_pytorch import PrefixChunk, RecentContext
 from .latent.kernels import LatentKernels
 from .layer import PairAttention

@@ -18,7 +18,7 @@ from ..model.shape import Model, parse
 from ..planning import cards
 from ..planning.cache import Serving, check_window
 from ..planning.config_file import load, model_name
-from ..planning.plan import Target, as_json, assumptions, cache_memory, estimate, recommend
+from ..planning.plan import Demand, as_json, assumptions, cache_memory, estimate, recommend
 from ..planning.show import check_plot, plot, table
 from ..planning.weights import BITS, weights
 from ..refusals.table import Refusal, refusals_of_model, untried
@@ -36,19 +36,19 @@ def main(arguments: Sequence[str] | None = None, prog: str = "packed-kv plan") -
     try:
         if options.plot:
             check_plot(options.plot)
-        target, said = target_of(options)
-        rows = estimate(target)
+        demand, said = demand_of(options)
+        rows = estimate(demand)
         if options.json:
-            print(json.dumps(as_json(target, rows, said), indent=1))
+            print(json.dumps(as_json(demand, rows, said), indent=1))
         else:
-            print(table(target, rows))
-            print(f"\n{textwrap.fill(recommend(target, rows), WIDTH)}\n")
+            print(table(demand, rows))
+            print(f"\n{textwrap.fill(recommend(demand, rows), WIDTH)}\n")
             refused = dict.fromkeys(row.refused for row in rows if row.refused)
             names = [(", ".join(row.dtype for row in rows if row.refused == why), why) for why in refused]
-            for line in [f"{name} would not start: {why}" for name, why in names] + assumptions(target, said):
+            for line in [f"{name} would not start: {why}" for name, why in names] + assumptions(demand, said):
                 print(textwrap.fill(f"- {line}", WIDTH, subsequent_indent="  "))
         if options.plot:
-            plot(target, options.plot)
+            plot(demand, options.plot)
     except BadInput as error:
         print(f"{prog}: {printable(error, LONGEST_LINE)}", file=sys.stderr)
         return EXIT_BAD_INPUT
@@ -90,8 +90,8 @@ def parser(prog: str = "packed-kv plan") -> argparse.ArgumentParser:
     return made
 
 
-def target_of(options: argparse.Namespace) -> tuple[Target, list[str]]:
-    """The target of the plan, and its parts that the command line does not state literally. Raises BadInput."""
+def demand_of(options: argparse.Namespace) -> tuple[Demand, list[str]]:
+    """The demand of the plan, and its parts that the command line does not state literally. Raises BadInput."""
     share = options.gpu_memory_utilization
     if not 0 < share <= 1:
         raise BadInput(f"--gpu-memory-utilization {share:g} must be between 0 and 1, such as 0.9")
@@ -121,7 +121,7 @@ def target_of(options: argparse.Namespace) -> tuple[Target, list[str]]:
         context, options.recent_tokens, 2 * options.max_num_batched_tokens, frozenset(options.skip_layers)
     )
     check_window(model, serving)
-    return Target(model, serving, heavy, card, int(memory), options.users), said
+    return Demand(model, serving, heavy, card, int(memory), options.users), said
 
 
 def _servable(config: Config, name: str, options: argparse.Namespace) -> tuple[Model, list[str]]:

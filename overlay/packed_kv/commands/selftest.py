@@ -180,8 +180,8 @@ def _number(value: float | None) -> str:
 def notes(rows: list[dict[str, Any]]) -> str:
     """Return lines that say what the columns have, and which layers no kernel serves here."""
     found = [
-        "compared: stored bytes, gathered prefixes, decodes, merges and latents; differ: repeated launches with other "
-        "bits; us: decode step of a layer, and its ratio to bf16 with vLLM's own attention"
+        "compared: stored bytes, prefixes (gathered, and in passes), decodes, merges and latents; differ: repeated "
+        "launches with other bits; us: decode step of a layer, and its ratio to bf16 with vLLM's own attention"
     ]
     parts = {"attention": "kernel", "attention over latents": "latents_kernel"}
     pytorch = [part for part, kernel in parts.items() if any(row.get(kernel) == "PyTorch" for row in rows)]

@@ -15,7 +15,7 @@ from ..attention.metadata import PackedMetadataBuilder
 from ..formats import FORMATS, HEAD_DIM_MULTIPLE
 from ..refusals.facts import Attention, Facts, Layer, Pages
 from ..refusals.table import refuse
-from .capacity import Reporting
+from .capacity import CheckedCache
 from .names import class_name, registry_name
 from .page_backend import PackedPages
 
@@ -27,7 +27,7 @@ WRAPPERS = ("vllm.model_executor.layers.attention.chunked_local_attention",)
 """Modules whose layers derive a backend from ours, with a metadata builder that calls ours and that ours honours."""
 
 
-class ReportingMetadataBuilder(Reporting, PackedMetadataBuilder):
+class CheckedPairBuilder(CheckedCache, PackedMetadataBuilder):
     """Makes the metadata of layers of pairs."""
 
 
@@ -48,7 +48,7 @@ class PackedAttentionBackend(PackedPages, AttentionBackend):
 
     @staticmethod
     def get_builder_cls() -> type[PackedMetadataBuilder]:
-        return ReportingMetadataBuilder
+        return CheckedPairBuilder
 
     @classmethod
     def supports_head_size(cls, head_size: int) -> bool:

@@ -28,7 +28,8 @@ from ..model.config_fields import BadInput
 from ..model.shape import DENSE, FP8
 from ..planning.cache import Serving, packed_pages
 from ..refusals.facts import Cache, Facts, Pages
-from ..refusals.table import SLIDING, refuse
+from ..refusals.rules import SLIDING
+from ..refusals.table import refuse
 from ..settings.options import read_options
 from ..sharing.fingerprint import fingerprint
 from ..vllm_compat import get_kv_cache_groups
@@ -53,16 +54,16 @@ def bytes_per_token(vllm_config: VllmConfig) -> tuple[int, int]:
             indexer = getattr(layer, "indexer", None)
             index_bytes = indexer.k_cache.head_dim if indexer is not None else 0
             is_sparse = layer.get_attn_backend().is_sparse()
-            shape = model_shape.Layer(0, "full", 1, rank, is_sparse=is_sparse, index_bytes=index_bytes, **rope)
+            shape = model_shape.ModelLayer(0, "full", 1, rank, is_sparse=is_sparse, index_bytes=index_bytes, **rope)
         else:
-            shape = model_shape.Layer(0, "full", layer.num_kv_heads, layer.head_size, value_size=layer.head_size_v)
+            shape = model_shape.ModelLayer(0, "full", layer.num_kv_heads, layer.head_size, value_size=layer.head_size_v)
         is_fp8 = get_dtype_size(kv_cache_dtype_str_to_dtype(layer.kv_cache_dtype, vllm_config.model_config)) == 1
         layers.append((shape, layer.kv_cache_dtype if layer.kv_cache_dtype in FORMATS else FP8 if is_fp8 else DENSE))
     stored = model_shape.bytes_per_token(layers, get_dtype_size(vllm_config.model_config.dtype))
     return stored, model_shape.bytes_per_token((layer, DENSE) for layer, _ in layers)
 
 
-class Request(NamedTuple):
+class RequestBlocks(NamedTuple):
     """Blocks that vLLM allocates for a request as long as the model's context.
 
     `blocks`, and their bytes on this rank: `size`, with `ring_bytes` for the recent window's blocks, in whole blocks as
@@ -76,7 +77,7 @@ class Request(NamedTuple):
     dense_size: int
 
 
-def longest_request(vllm_config: VllmConfig) -> Request:
+def longest_request(vllm_config: VllmConfig) -> RequestBlocks:
     specs, rings, dense = {}, {}, {}
     for name, layer in get_layers_from_vllm_config(vllm_config, AttentionLayerBase).items():
         if getattr(layer, "kv_sharing_target_layer_name", None):
@@ -90,7 +91,7 @@ def longest_request(vllm_config: VllmConfig) -> Request:
             dense[name] = replace(spec, dtype=torch.bfloat16) if is_packed else spec
     blocks, ring_blocks, size = _blocks(vllm_config, specs | rings)
     dense_blocks, _, dense_size = _blocks(vllm_config, _with_aligned_states(dense))
-    return Request(blocks, blocks * size, ring_blocks * size, dense_blocks * dense_size)
+    return RequestBlocks(blocks, blocks * size, ring_blocks * size, dense_blocks * dense_size)
 
 
 def _blocks(vllm_config: VllmConfig, specs: dict[str, KVCacheSpec]) -> tuple[int, int, int]:
@@ -160,9 +161,9 @@ def log_capacity(vllm_config: VllmConfig, block_size: int) -> None:
     )
 
 
-class Reporting:
-    """Reports the cache when vLLM makes a metadata builder: it has its real size by then. Stands before the builder
-    among a class's bases."""
+class CheckedCache:
+    """Refuses a padded cache and reports a good one when vLLM makes a metadata builder: it has its real size by then.
+    Stands before the builder among a class's bases."""
 
     def __init__(
         self, kv_cache_spec: AttentionSpec, layer_names: list[str], vllm_config: VllmConfig, device: torch.device
@@ -222,7 +223,7 @@ def _planned_pages(shape: model_shape.Model, vllm_config: VllmConfig) -> list[Pa
     return list(packed_pages(shape, cache.cache_dtype, serving))
 
 
-def _sliding_word(layer: model_shape.Layer) -> str:
+def _sliding_word(layer: model_shape.ModelLayer) -> str:
     return SLIDING if layer.kind == "sliding" else ""
 
 

@@ -21,8 +21,8 @@ from ..formats import FORMATS
 from ..layout import latent_slot_bytes
 from ..refusals.facts import Attention, Facts, Latents
 from ..refusals.table import refuse
-from .capacity import Reporting
-from .names import latent_registry_name, sparse_registry_name
+from .capacity import CheckedCache
+from .names import LATENT, SPARSE, registry_name
 from .page_backend import PackedPages
 
 PICKS_MULTIPLE = 128
@@ -31,7 +31,7 @@ SLIDING_SPEC = "SlidingWindowMLASpec"
 """KV-cache spec of latent layers with a sliding window, which vLLM does not mention when it selects a backend."""
 
 
-class ReportingLatentBuilder(Reporting, LatentMetadataBuilder):
+class CheckedLatentBuilder(CheckedCache, LatentMetadataBuilder):
     """Makes the metadata of layers of latents."""
 
 
@@ -45,7 +45,7 @@ class PackedLatentBackend(PackedPages, MLACommonBackend):
 
     @classmethod
     def get_name(cls) -> str:
-        return latent_registry_name(cls.fmt)
+        return registry_name(cls.fmt, LATENT)
 
     @staticmethod
     def get_impl_cls() -> type[LatentAttentionImpl]:
@@ -53,7 +53,7 @@ class PackedLatentBackend(PackedPages, MLACommonBackend):
 
     @staticmethod
     def get_builder_cls() -> type[LatentMetadataBuilder]:
-        return ReportingLatentBuilder
+        return CheckedLatentBuilder
 
     @classmethod
     def get_supported_head_sizes(cls) -> list[int]:
@@ -81,7 +81,7 @@ class PackedLatentBackend(PackedPages, MLACommonBackend):
         return replace(spec, state_content_bytes=latent_slot_bytes(cls.fmt, *sizes, rows=cls.is_sparse()))
 
 
-class ReportingSparseBuilder(Reporting, SparseLatentBuilder):
+class CheckedSparseBuilder(CheckedCache, SparseLatentBuilder):
     """Makes the metadata of layers of latents that read picked tokens."""
 
 
@@ -90,7 +90,7 @@ class PackedSparseBackend(PackedLatentBackend):
 
     @classmethod
     def get_name(cls) -> str:
-        return sparse_registry_name(cls.fmt)
+        return registry_name(cls.fmt, SPARSE)
 
     @staticmethod
     def get_impl_cls() -> type[SparseLatentImpl]:
@@ -98,7 +98,7 @@ class PackedSparseBackend(PackedLatentBackend):
 
     @staticmethod
     def get_builder_cls() -> type[SparseLatentBuilder]:
-        return ReportingSparseBuilder
+        return CheckedSparseBuilder
 
     @classmethod
     def is_sparse(cls) -> bool:

@@ -125,11 +125,11 @@ def routes(config: VllmConfig) -> tuple[str, str]:
     PyTorch, prefill chunks as short as a decode, which the decode kernel takes, and layers that the CUDA kernel does
     not serve on a Hopper GPU and of which the configuration does not tell, such as sliding ones.
     """
-    from ..attention.metadata import engine_of
+    from ..attention.limits import engine_of
     from ..kernels.served import PYTORCH as REFERENCE
     from ..kernels.served import who_serves
 
-    engine = engine_of(config)._replace(requests=config.scheduler_config.max_num_seqs)
+    engine = engine_of(config)
     served = who_serves(engine, _asked(config))
     if served.kernel == REFERENCE:
         return PYTORCH, PYTORCH

@@ -35,7 +35,7 @@ from ..vllm_compat import (
     version_without_latents,
     version_without_rows,
 )
-from .names import class_name, latent_registry_name, registry_name, sparse_registry_name
+from .names import LATENT, SPARSE, class_name, registry_name
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -193,7 +193,7 @@ class PackedDTypeHandler:
 
         backend, impl = layer.get_attn_backend(), getattr(layer, "impl", None)
         fmt = FORMATS[self.name]
-        if backend.is_mla() and backend.get_name() in (latent_registry_name(fmt), sparse_registry_name(fmt)):
+        if backend.is_mla() and backend.get_name() in (registry_name(fmt, LATENT), registry_name(fmt, SPARSE)):
             self._check_latent_layer(layer_name, layer)
             return
         config = getattr(impl, "config", None) or get_current_vllm_config_or_none()

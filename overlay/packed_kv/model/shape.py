@@ -58,7 +58,7 @@ WINDOW_FIELDS = frozenset(("sliding_window", "attention_chunk_size"))
 
 
 @dataclass(frozen=True)
-class Layer:
+class ModelLayer:
     """A layer's part of a request's cache: `kind` is "full", "sliding", "chunked" or "state".
 
     `value_size`: channels of a head of V, 0: as many as K's. `rope_size`: RoPE channels beside one latent vector of
@@ -98,7 +98,7 @@ class Model:
 
     name: str
     config: Config
-    layers: tuple[Layer, ...]
+    layers: tuple[ModelLayer, ...]
     ranks: int
     max_len: int
 
@@ -126,7 +126,7 @@ class Model:
         return replace(self, layers=tuple(replace(layer, rope_bits=bits) for layer in self.layers))
 
     @property
-    def attention(self) -> tuple[Layer, ...]:
+    def attention(self) -> tuple[ModelLayer, ...]:
         """The layers with keys and values, those that share others' pages among them."""
         return tuple(layer for layer in self.layers if layer.kind != "state")
 
@@ -141,7 +141,7 @@ class Model:
             "every_layer": not self.is_hybrid and not any(layer.is_shared for layer in self.layers),
         }
 
-    def query_heads(self, layer: Layer) -> int:
+    def query_heads(self, layer: ModelLayer) -> int:
         """Query heads of a layer, on all ranks."""
         return whole(layer_config(self.config, layer.number % self.config["num_hidden_layers"]), "num_attention_heads")
 
@@ -195,7 +195,7 @@ def parse(config: Config, name: str, ranks: int = 1, recurrent_dtype: str | None
     return Model(name=name, config=text, layers=layers, ranks=ranks, max_len=whole(text, *LENGTHS))
 
 
-def _layers(text: Config, name: str, ranks: int, recurrent_dtype: str | None) -> Iterable[Layer]:
+def _layers(text: Config, name: str, ranks: int, recurrent_dtype: str | None) -> Iterable[ModelLayer]:
     kinds, runs, latents = layer_kinds(text), layer_runs(text), reads_latents(text)
     own = len(kinds) - whole(text, "num_kv_shared_layers")
     for index, (kept, times) in enumerate(zip(kinds, runs, strict=True)):
@@ -208,9 +208,9 @@ def _layers(text: Config, name: str, ranks: int, recurrent_dtype: str | None) ->
                     raise BadInput(f"{what}, whose size is not known here; start the engine and read its line")
                 if state.size > LARGEST_WHOLE:
                     raise BadInput(f"{name} has states of {state.size:.3g} bytes by its config; give one that agrees")
-                yield Layer(number, kind, state_bytes=state.size, states=state.kept)
+                yield ModelLayer(number, kind, state_bytes=state.size, states=state.kept)
                 continue
-            layer = Layer(number, kind, is_shared=index >= own, is_repeat=run > 0)
+            layer = ModelLayer(number, kind, is_shared=index >= own, is_repeat=run > 0)
             if latents:  # one vector on every rank
                 expanded_size(text)  # a bad field is named before anything reads it
                 rank, rope_size = whole(text, "kv_lora_rank"), whole(text, "qk_rope_head_dim")
@@ -325,7 +325,7 @@ def _heads(text: Config, kind: str) -> tuple[int, int, int]:
     return kv_heads or heads, size, value_size
 
 
-def slot_bytes(dtype: str, layer: Layer, dtype_bytes: int = MODEL_BYTES) -> int:
+def slot_bytes(dtype: str, layer: ModelLayer, dtype_bytes: int = MODEL_BYTES) -> int:
     """Bytes of K and V of one token and KV head. `dtype_bytes`: of a number in `DENSE`, the model's own dtype."""
     if dtype in FORMATS and layer.rope_size:
         sizes = layer.head_size, layer.rope_size, layer.rope_bits
@@ -337,14 +337,14 @@ def slot_bytes(dtype: str, layer: Layer, dtype_bytes: int = MODEL_BYTES) -> int:
     return layer.channels * (1 if dtype == FP8 else dtype_bytes)
 
 
-def recent_slot_bytes(layer: Layer) -> int:
+def recent_slot_bytes(layer: ModelLayer) -> int:
     """Bytes of one token and KV head in the ring of a layer's recent window."""
     if layer.rope_size:
         return ring_slot_bytes(layer.head_size + layer.rope_size, vectors=1)
     return ring_slot_bytes(layer.head_size)
 
 
-def bytes_per_token(layers: Iterable[tuple[Layer, str]], dtype_bytes: int = MODEL_BYTES) -> int:
+def bytes_per_token(layers: Iterable[tuple[ModelLayer, str]], dtype_bytes: int = MODEL_BYTES) -> int:
     """KV bytes of a token on one rank: the sum over (layer, dtype). Layers without pages of their own count nothing."""
     return sum(
         layer.kv_heads * slot_bytes(dtype, layer, dtype_bytes) + layer.index_bytes

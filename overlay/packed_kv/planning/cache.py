@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from ..formats import FORMATS
 from ..layout import MICRO_BLOCK, RECENT_TOKENS, choose_ring_block
 from ..model.config_fields import BadInput
-from ..model.shape import DENSE, FP8, Layer, Model, recent_slot_bytes, slot_bytes
+from ..model.shape import DENSE, FP8, Model, ModelLayer, recent_slot_bytes, slot_bytes
 from ..model.shape import bytes_per_token as sum_over_layers
 from ..refusals.facts import Cache, Engine, Facts, Latents, Pages
 from ..refusals.table import no_window, refuse
@@ -95,7 +95,7 @@ def bytes_per_token(model: Model, dtype: str, serving: Serving) -> int:
     return sum_over_layers(layers)
 
 
-def dtype_of(dtype: str, layer: Layer, serving: Serving) -> str:
+def dtype_of(dtype: str, layer: ModelLayer, serving: Serving) -> str:
     return DENSE if layer.number in serving.skip_layers else dtype
 
 
@@ -200,7 +200,7 @@ def _is_uniform(specs: Sequence[Spec]) -> bool:
     return len({(spec.kind, spec.block_size, spec.window) for spec in specs}) == 1
 
 
-def _ring(layer: Layer, block_size: int, page: int, window: int, one_size: bool, is_cut: bool) -> Spec:
+def _ring(layer: ModelLayer, block_size: int, page: int, window: int, one_size: bool, is_cut: bool) -> Spec:
     """Return the spec that `window/cache_group.ring_spec` makes: a block that `is_cut` has several ring blocks."""
     token = layer.kv_heads * recent_slot_bytes(layer)
     block, count = choose_ring_block(page, token, block_size, window + 1, is_cut=is_cut)

@@ -10,7 +10,7 @@ from itertools import product
 from ..model.config_defaults import EXPERT_INNER, EXPERTS, EXPERTS_PER_TOKEN, INNER, SHARED_EXPERTS, Config
 from ..model.config_fields import listed, nested, whole, word
 from ..model.layer_kinds import layer_letters
-from ..model.shape import Layer, Model, layer_config, layer_runs
+from ..model.shape import Model, ModelLayer, layer_config, layer_runs
 from ..model.state_layers import delta_attention, delta_net_channels, has_delta_attention, mamba_channels
 
 PLAIN_MLP = (
@@ -62,7 +62,7 @@ def _names(layer: int, blocks: tuple[str, ...], projections: tuple[str, ...]) ->
     return tuple(f"{stack}.{layer}.{block}.{last}" for stack, block, last in product(STACKS, blocks, projections))
 
 
-def _attention(model: Model, layer: Layer) -> list[tuple[tuple[str, ...], float]]:
+def _attention(model: Model, layer: ModelLayer) -> list[tuple[tuple[str, ...], float]]:
     """Names of the projections of an attention layer, and their numbers."""
     hidden, heads = model.config["hidden_size"], model.query_heads(layer)
     if layer.rope_size:
@@ -77,7 +77,7 @@ def _attention(model: Model, layer: Layer) -> list[tuple[tuple[str, ...], float]
     ]
 
 
-def _latents(config: Config, layer: Layer, heads: int) -> list[tuple[tuple[str, ...], float]]:
+def _latents(config: Config, layer: ModelLayer, heads: int) -> list[tuple[tuple[str, ...], float]]:
     hidden, queries = config["hidden_size"], whole(config, "q_lora_rank")
     plain, value = whole(config, "qk_nope_head_dim"), whole(config, "v_head_dim")
     of_queries = heads * (plain + layer.rope_size)

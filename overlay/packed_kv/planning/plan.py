@@ -47,7 +47,7 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Target:
+class Demand:
     """Requirements of a plan. `users`: requests at once, None: not given. `kv_memory`: bytes of KV cache per card."""
 
     model: Model
@@ -70,23 +70,23 @@ def cache_memory(card: Card, weights: Weights, ranks: int, utilization: float, r
     return left
 
 
-def estimate(target: Target) -> list[Row]:
+def estimate(demand: Demand) -> list[Row]:
     """A row for bf16, fp8 and every packed dtype."""
-    users = target.users or max(1, capacity(target.model, DENSE, target.serving, target.kv_memory).requests)
-    return [_row(target, dtype, users) for dtype in DTYPES]
+    users = demand.users or max(1, capacity(demand.model, DENSE, demand.serving, demand.kv_memory).requests)
+    return [_row(demand, dtype, users) for dtype in DTYPES]
 
 
-def _row(target: Target, dtype: str, users: int) -> Row:
-    model, serving = target.model, target.serving
+def _row(demand: Demand, dtype: str, users: int) -> Row:
+    model, serving = demand.model, demand.serving
     window, _ = recent_window(model, dtype, serving)
     known = (dtype, bytes_per_token(model, dtype, serving), window)
     try:
-        holds = capacity(model, dtype, serving, target.kv_memory)
+        holds = capacity(model, dtype, serving, demand.kv_memory)
     except Refused as error:
         return Row(*known, refused=error.refusal.sentence())
     number, step = min(users, holds.requests), None
-    if number and target.card.bandwidth and dtype in STEP["share"] and not model.has_latents:
-        seconds = step_seconds(model, dtype, serving, target.weights, number, target.card)
+    if number and demand.card.bandwidth and dtype in STEP["share"] and not model.has_latents:
+        seconds = step_seconds(model, dtype, serving, demand.weights, number, demand.card)
         step = round(seconds * 1e3, 3)
     calibrated, without = ((dtype, window > 0, state, model.rope_bits) for state in (True, False))
     return Row(
@@ -95,36 +95,36 @@ def _row(target: Target, dtype: str, users: int) -> Row:
     )  # fmt: skip
 
 
-def recommend(target: Target, rows: list[Row]) -> str:
-    """A dtype for the target and the reason, in one sentence."""
+def recommend(demand: Demand, rows: list[Row]) -> str:
+    """A dtype for the demand and the reason, in one sentence."""
     started = {row.dtype: row for row in rows if not row.refused}
     if not any(row.requests for row in started.values()):
-        context = f"{target.serving.context:,} tokens"
+        context = f"{demand.serving.context:,} tokens"
         return f"none: no dtype holds one request of {context}; give a shorter --context, or more memory."
-    return _most_room(target, started) if target.users is None else _least_loss(target, started, target.users)
+    return _most_room(demand, started) if demand.users is None else _least_loss(demand, started, demand.users)
 
 
-def _most_room(target: Target, rows: dict[str, Row]) -> str:
+def _most_room(demand: Demand, rows: dict[str, Row]) -> str:
     """bf16 where it holds what vLLM serves at once; else what holds most, if it costs no more than fp8's rounding."""
-    at_once, held = target.card.served_at_once, rows[DENSE].requests
+    at_once, held = demand.card.served_at_once, rows[DENSE].requests
     if held >= at_once:
         return (
-            f"{DENSE}: it suffices, as it holds {held:,} requests of {target.serving.context:,} tokens, and vLLM "
+            f"{DENSE}: it suffices, as it holds {held:,} requests of {demand.serving.context:,} tokens, and vLLM "
             f"serves {at_once:,} at once (--max-num-seqs; if you serve more, give --users)."
         )
     best = max((row for row in rows.values() if _cost(row) <= 1), key=lambda row: (row.requests, -_cost(row)))
     if best.dtype == DENSE:
         return f"{DENSE}: every dtype that holds more has a larger KL than rounding to fp8."
     return (
-        f"{best.dtype}, calibrated: the most requests of {target.serving.context:,} tokens ({best.requests}; bf16 "
+        f"{best.dtype}, calibrated: the most requests of {demand.serving.context:,} tokens ({best.requests}; bf16 "
         f"{rows[DENSE].requests}, fp8 {rows[FP8].requests}) at a KL no larger than that of fp8's rounding "
         f"({best.kl:g} of it)."
     )
 
 
-def _least_loss(target: Target, rows: dict[str, Row], users: int) -> str:
+def _least_loss(demand: Demand, rows: dict[str, Row], users: int) -> str:
     """The dtype of least loss that holds so many requests."""
-    dense, wanted = rows[DENSE], f"{users} requests of {target.serving.context:,} tokens"
+    dense, wanted = rows[DENSE], f"{users} requests of {demand.serving.context:,} tokens"
     enough = [row for row in rows.values() if row.requests >= users]
     if not enough:
         most = max(rows.values(), key=lambda row: row.requests)
@@ -151,13 +151,13 @@ def _cost(row: Row) -> float:
     return math.inf if row.kl is None else row.kl
 
 
-def assumptions(target: Target, said: list[str]) -> list[str]:
+def assumptions(demand: Demand, said: list[str]) -> list[str]:
     """Lines under the table: values that were read, and assumptions. `said`: those of the arguments."""
-    model, serving = target.model, target.serving
+    model, serving = demand.model, demand.serving
     window, reason = recent_window(model, next(iter(FORMATS)), serving)
     lines = [
-        f"{model.name}: {layers(model)}; weights {target.weights.total / 1e9:.2f} GB ({target.weights.source})",
-        f"KV cache {target.kv_memory / GIB:.2f} GiB per card; blocks of {serving.block_size} tokens",
+        f"{model.name}: {layers(model)}; weights {demand.weights.total / 1e9:.2f} GB ({demand.weights.source})",
+        f"KV cache {demand.kv_memory / GIB:.2f} GiB per card; blocks of {serving.block_size} tokens",
         *filter(None, [describe_cache_scheme(nested(model.config, "quantization_config"))]),
         *said,
         f"recent window of {window} tokens" if window else f"no recent window{f': {reason}' if reason else ''}",
@@ -165,7 +165,7 @@ def assumptions(target: Target, said: list[str]) -> list[str]:
     if any(layer.kind in ("sliding", "chunked") for layer in model.layers):
         lines.append(f"sliding and chunked layers keep blocks for {serving.in_flight_tokens:,} tokens in flight")
     if not model.has_latents:
-        lines.append(decodes(model, target.card))
+        lines.append(decodes(model, demand.card))
     if serving.skip_layers:
         lines.append("vLLM enlarges blocks if layers are skipped; by how much depends on whether the first one is")
         if len({(layer.kv_heads, layer.head_size) for layer in model.attention}) > 1:
@@ -190,12 +190,12 @@ def assumptions(target: Target, said: list[str]) -> list[str]:
         lines.append(f"recall: {RECALL['source']}; likewise")
     if model.has_latents:
         lines.append("no step: not measured for latent attention (MLA)")
-    elif target.card.bandwidth:
+    elif demand.card.bandwidth:
         lines.append(f"step: {STEP['source']}")
-        if is_measured_h100(target.card):
+        if is_measured_h100(demand.card):
             lines.append("step on H100: from the H200's; within 9 % of those measured: bf16, fp8, 4 and 2.5 bits")
-        elif target.card.name != STEP["gpu"]:
-            lines.append(f"step on {target.card.name}: not measured; shares of its bandwidth as on the {STEP['gpu']}")
+        elif demand.card.name != STEP["gpu"]:
+            lines.append(f"step on {demand.card.name}: not measured; shares of its bandwidth as on the {STEP['gpu']}")
         if unknown := [dtype for dtype in DTYPES if dtype not in STEP["share"]]:
             lines.append(f"no step of {', '.join(unknown)}: not measured (planning/measured.json)")
     else:
@@ -259,17 +259,17 @@ def layers(model: Model) -> str:
     return ", ".join(words) + (f", on each of {model.ranks} cards" if model.ranks > 1 else "")
 
 
-def as_json(target: Target, rows: list[Row], said: list[str]) -> dict[str, Any]:
+def as_json(demand: Demand, rows: list[Row], said: list[str]) -> dict[str, Any]:
     """The plan for programs: the same rows, recommendation and assumptions."""
     return {
-        "model": target.model.name,
-        "gpu": target.card.name,
-        "context": target.serving.context,
-        "users": target.users,
-        "tensor_parallel": target.model.ranks,
-        "kv_cache_bytes": target.kv_memory,
-        "weights_bytes": target.weights.total,
+        "model": demand.model.name,
+        "gpu": demand.card.name,
+        "context": demand.serving.context,
+        "users": demand.users,
+        "tensor_parallel": demand.model.ranks,
+        "kv_cache_bytes": demand.kv_memory,
+        "weights_bytes": demand.weights.total,
         "dtypes": [asdict(row) for row in rows],
-        "recommendation": recommend(target, rows),
-        "assumed": assumptions(target, said),
+        "recommendation": recommend(demand, rows),
+        "assumed": assumptions(demand, said),
     }

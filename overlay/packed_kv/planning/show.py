@@ -13,12 +13,12 @@ from ..model.config_fields import BadInput
 from ..private_file import replace_file, why_not_replaced
 from ..refusals.table import Refused
 from .cache import DTYPES, capacity
-from .plan import Row, Target
+from .plan import Demand, Row
 
 HEADER = ("dtype", "bytes/token", "KV tokens", "requests", "MiB/request", "step ms", "tokens/s", "KL / fp8's", "recall")
 
 
-def table(target: Target, rows: list[Row]) -> str:
+def table(demand: Demand, rows: list[Row]) -> str:
     """The rows as text, numbers to the right."""
     cells = [HEADER, *(_cells(row) for row in rows)]
     widths = [max(len(line[column]) for line in cells) for column in range(len(HEADER))]
@@ -27,7 +27,7 @@ def table(target: Target, rows: list[Row]) -> str:
         for pairs in (list(zip(line, widths, strict=True)) for line in cells)
     ]
     numbers = {row.requests_in_step for row in rows if row.requests_in_step}
-    title = f"{target.model.name} on {target.model.ranks} x {target.card.name}, requests of {target.serving.context:,}"
+    title = f"{demand.model.name} on {demand.model.ranks} x {demand.card.name}, requests of {demand.serving.context:,}"
     title += f" tokens; steps of {max(numbers)} requests, or as many as fit" if numbers else ""
     return "\n".join([title, "", *(line.rstrip() for line in lines)])
 
@@ -63,17 +63,17 @@ def check_plot(file: Path) -> None:
         raise BadInput(f"--plot {reason}; name a file, such as plan.png")
 
 
-def plot(target: Target, file: Path) -> None:
+def plot(demand: Demand, file: Path) -> None:
     """Draw requests that fit against their context, a line a dtype, into `file` (PNG). Raises BadInput."""
     from matplotlib.figure import Figure
 
-    longest = max(target.model.max_len, target.serving.context)
+    longest = max(demand.model.max_len, demand.serving.context)
     contexts = [2**power for power in range(10, longest.bit_length()) if 2**power <= longest] or [longest]
     lines: dict[tuple[int, ...], list[str]] = {}
     for dtype in DTYPES:
         try:
             held = tuple(
-                capacity(target.model, dtype, replace(target.serving, context=context), target.kv_memory).requests
+                capacity(demand.model, dtype, replace(demand.serving, context=context), demand.kv_memory).requests
                 for context in contexts
             )
         except Refused:
@@ -90,7 +90,7 @@ def plot(target: Target, file: Path) -> None:
     axes.yaxis.set_major_formatter(lambda value, _place: f"{value:,g}")
     axes.set_xlabel("tokens per request")
     axes.set_ylabel("requests that fit")
-    axes.set_title(f"{target.model.name}, {target.kv_memory / 2**30:.1f} GiB of KV cache per card ({target.card.name})")
+    axes.set_title(f"{demand.model.name}, {demand.kv_memory / 2**30:.1f} GiB of KV cache per card ({demand.card.name})")
     axes.grid(alpha=0.3)
     axes.legend()
     image = io.BytesIO()

@@ -11,20 +11,21 @@ from ..formats import Format
 from ..kernels.cpu import threads
 from .launches import CPP, PYTORCH, PairLayer
 from .reference import Reference, relative_rms
-from .requests import POISON, RequestBatch, Requests, Shape
+from .requests import POISON, LayerShape, RequestBatch, Requests
 
-SHAPES = (Shape(128, 2, 4, 64, longest=4), Shape(128, 2, 4, 0), Shape(64, 3, 3, 64))
-"""Few, and one with drafts: a GPU's first run compiles some 10 kernels for a shape and a dtype, which takes most of its
-time. The second has most of the first's. `timing.SHAPE` is one more."""
+SHAPES = (LayerShape(128, 2, 4, 64, longest=4, has_passes=True), LayerShape(128, 2, 4, 0), LayerShape(64, 3, 3, 64))
+"""Few, and one with drafts and passes: a GPU's first run compiles some 10 kernels for a shape and a dtype, which takes
+most of its time. The second has most of the first's. `timing.SHAPE` is one more."""
 STEPS: tuple[tuple[str, dict[int, int]], ...] = (
     ("prompt", {0: 5, 1: 70, 2: 150, 3: 700}),
     ("gather", {0: 1, 1: 2, 2: 33, 3: 90}),
     ("decode", {0: 1, 1: 1, 2: 1, 3: 1}),
     ("decode", {0: 3, 1: 4, 2: 1, 3: 2}),
     ("merge", {3: 1}),
+    ("passes", {0: 1, 1: 2, 2: 33, 3: 40}),
 )
-"""Name of a step, and new tokens of its requests: prompts, chunks beside decodes, decodes alone and with drafts, and
-one decode that splits its request. See `steps`."""
+"""Name of a step, and new tokens of its requests: prompts, chunks beside decodes, decodes alone and with drafts, one
+decode that splits its request, and chunks whose prefixes the decode kernel reads in the pages. See `steps`."""
 MOST = [sum(new.get(request, 0) for _, new in STEPS) for request in range(4)]
 DTYPE = torch.float16
 """Dtype of activations: the finer of the two that engines take."""
@@ -40,8 +41,8 @@ BUSY_BYTES = 1 << 27
 
 @dataclass
 class Check:
-    """A comparison: `error` within `bound`, by `part` (threads, store, gather, decode, merge, latents). Repeated
-    launches that left other bits than the first: `differ` of `repeats`."""
+    """A comparison: `error` within `bound`, by `part` (threads, store, gather, passes, decode, merge, latents).
+    Repeated launches that left other bits than the first: `differ` of `repeats`."""
 
     part: str
     case: str
@@ -55,9 +56,11 @@ class Check:
         return self.error <= self.bound and not self.differ
 
 
-def steps(shape: Shape) -> list[tuple[str, dict[int, int]]]:
-    """Return those of `STEPS` that a layer has: without drafts, none in which decodes have any."""
-    return [(name, new) for name, new in STEPS if name != "decode" or max(new.values()) <= shape.longest]
+def steps(shape: LayerShape) -> list[tuple[str, dict[int, int]]]:
+    """Return those of `STEPS` that a layer has: without drafts, none in which decodes have any; without passes, none
+    with such."""
+    drafts = [(name, new) for name, new in STEPS if name != "decode" or max(new.values()) <= shape.longest]
+    return drafts if shape.has_passes else [(name, new) for name, new in drafts if name != "passes"]
 
 
 def vectors(rows: int, heads: int, channels: int, seed: int, dtype: torch.dtype = DTYPE) -> torch.Tensor:
@@ -95,6 +98,8 @@ def check_pairs(fmt: Format, layer: PairLayer, device: torch.device) -> Iterator
     cache, ring = (torch.full_like(x, POISON).to(device) for x in (reference.cache, reference.ring))
     of_ring = ring if shape.window else None
     for number, (name, new) in enumerate(steps(shape)):
+        if name == "passes" and not layer.read_short_prefixes():
+            continue
         batch = requests.step(new)
         rows, case = batch.starts[-1], f"{shape}: {name} {tuple(new.values())}"
         heads = (shape.query_heads, shape.kv_heads, shape.kv_heads)
@@ -110,9 +115,16 @@ def check_pairs(fmt: Format, layer: PairLayer, device: torch.device) -> Iterator
             wanted = reference.expected(batch, index, query, int(first[index]))
             error = relative_rms(output[batch.rows(index)].cpu(), wanted)
             is_decode = index < batch.decodes
-            part = ("merge" if name == "merge" else "decode") if is_decode else "gather"
+            part = _part(name, is_decode)
             yield Check(part, case, error, DECODE_BOUND[layer.kernel] if is_decode else PREFILL_BOUND)
         yield _repeated(layer, batch, inputs, (cache, of_ring), before, output, f"{case} again")
+
+
+def _part(name: str, is_decode: bool) -> str:
+    """The part of a step that serves a request."""
+    if is_decode:
+        return "merge" if name == "merge" else "decode"
+    return "passes" if name == "passes" else "gather"
 
 
 def _repeated(
@@ -123,10 +135,10 @@ def _repeated(
     """A step again from the memory as it was, one by one and, if all are decodes on CUDA, from a graph."""
     cache, ring = memory
     tensors = [output, cache, *([] if ring is None else [ring])]
-    starts, lengths = (torch.tensor(x, dtype=torch.int32).to(cache.device) for x in (batch.starts, batch.lengths))
+    bounds = batch.bounds(cache.device)
 
     def run() -> None:
-        layer.attention.forward(layer.step(batch, starts, lengths, *inputs, cache, ring, output))
+        layer.attention.forward(layer.step(batch, *bounds, *inputs, cache, ring, output))
 
     def restore() -> None:
         output.fill_(float("nan"))

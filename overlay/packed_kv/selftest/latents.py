@@ -10,16 +10,14 @@ import torch
 from ..codecs import ring as rings
 from ..codecs.latent import LatentCodec
 from ..formats import Format
-from ..layout import MICRO_BLOCK
 from ..reference.latent_attention import page_lens
-from ..window.slots import fill_slots
 from .checks import DTYPE, MOST, REPEATS, Check, rounds_that_differ, share_of_bytes, steps, vectors
 from .launches import LatentLayer
 from .reference import Source, attention, relative_rms
-from .requests import BLOCK, POISON, RING_BLOCK, RequestBatch, Requests, Shape
+from .requests import BLOCK, POISON, RING_BLOCK, LayerShape, RequestBatch, Requests
 
 RANK, ROPE_DIM = 512, 64
-SHAPES = (Shape(192, 1, 16, 64, longest=4), Shape(192, 1, 16, 0))
+SHAPES = (LayerShape(192, 1, 16, 64, longest=4), LayerShape(192, 1, 16, 0))
 """16 query heads, of 128 channels and 64 of RoPE before latents are folded in."""
 DECODE_BOUND, GATHER_BOUND = 2e-3, 2.0**-11
 """Relative RMS errors: of outputs in fp16, and of rows that are rounded to fp16."""
@@ -36,7 +34,7 @@ def latent_layers(fmt: Format, device: torch.device, kernel: str) -> list[Latent
 class LatentReference:
     """Pages and rings on the CPU; see `reference.Reference`."""
 
-    def __init__(self, fmt: Format, shape: Shape, requests: Requests) -> None:
+    def __init__(self, fmt: Format, shape: LayerShape, requests: Requests) -> None:
         self.codec, self.shape, self.requests = LatentCodec(fmt, RANK, ROPE_DIM), shape, requests
         self.cache = torch.full((requests.blocks, BLOCK, self.codec.slot_bytes), POISON, dtype=torch.uint8)
         blocks = 1 + requests.ring_blocks * len(requests.lengths)
@@ -50,21 +48,14 @@ class LatentReference:
             own = torch.cat((latent[rows], rope[rows]), dim=-1).float()
             self.raw[request] = torch.cat((self.raw[request], own))
         self.codec.write(self.cache, batch.slots.cpu(), latent, rope)
-        slots, first = (torch.zeros(n, dtype=torch.int32) for n in (len(latent), len(batch.requests)))
+        slots, first = self.requests.fill_slots(batch)
         if self.shape.window:
-            fill_slots(
-                *_bounds(batch), batch.ring_table.cpu(), slots, first, block_size=RING_BLOCK,
-                ring_blocks=self.requests.ring_blocks, window=self.shape.window, longest_decode=self.shape.longest,
-            )  # fmt: skip
             self.codec.write_ring(self.ring, slots, latent, rope)
         return first
 
     def stored(self, request: int, end: int) -> torch.Tensor:
         """Rows of a request as its pages have them, fp32 [end, rank + rope_dim]."""
-        token = torch.arange(0, end, MICRO_BLOCK)
-        table = self.requests.table[request].long()
-        numbers = table[token // BLOCK] * (BLOCK // MICRO_BLOCK) + token % BLOCK // MICRO_BLOCK
-        return torch.cat(self.codec.read(self.cache, numbers), dim=-1)[:end]
+        return torch.cat(self.codec.read(self.cache, self.requests.micro_blocks(request, end)), dim=-1)[:end]
 
     def recent(self, request: int) -> torch.Tensor:
         """Rows of a request as its ring gives them back, fp32 [tokens, rank + rope_dim]."""
@@ -89,7 +80,7 @@ class LatentReference:
         own, token = torch.arange(end - (rows.stop - rows.start), end)[:, None], torch.arange(end)
         in_pages = end
         if self.shape.window:
-            in_pages = int(page_lens(*_bounds(batch), first, self.shape.window)[index])
+            in_pages = int(page_lens(*batch.bounds(), first, self.shape.window)[index])
         of_pages = token <= own - (end - in_pages)
         stored, recent = self.stored(request, end), self.recent(request)
         values = stored[:, :RANK], recent[:, :RANK] / self.codec.value_gain()
@@ -138,8 +129,3 @@ def check_latents(fmt: Format, layer: LatentLayer, device: torch.device) -> Iter
 
 def _decode_into(output: torch.Tensor, decode: Callable[[], torch.Tensor]) -> None:
     output.copy_(decode())
-
-
-def _bounds(batch: RequestBatch) -> tuple[torch.Tensor, torch.Tensor]:
-    """int32 [requests + 1] and [requests]: first rows, and tokens."""
-    return torch.tensor(batch.starts, dtype=torch.int32), torch.tensor(batch.lengths, dtype=torch.int32)

@@ -11,12 +11,12 @@ from vllm.platforms import current_platform
 from vllm.v1.worker.workspace import init_workspace_manager
 
 from ..attention import cpu
-from ..attention.choice import Limits
 from ..attention.factory import latent_kernels, pair_kernels
 from ..attention.latent import cpu as latent_cpu
 from ..attention.latent.in_pytorch import PrefixChunk, RecentContext
 from ..attention.layer import PairAttention
-from ..attention.layouts import EngineLimits, LatentLayout, PairLayout
+from ..attention.layouts import LatentLayout, PairLayout
+from ..attention.limits import EngineLimits, Limits
 from ..attention.metadata import Batch, PackedMetadata
 from ..attention.protocols import DecodeBatch, NewTokens
 from ..attention.warmup import PairWarmup, release, warm_up_latents
@@ -30,7 +30,7 @@ from ..reference.attention import AttentionOptions
 from ..window.layer import SUFFIX, WindowLayer
 from ..window.metadata import WindowMetadata, slot_filler
 from ..window.step import WindowStep
-from .requests import BLOCK, RING_BLOCK, RequestBatch, Shape, ring_blocks
+from .requests import BLOCK, RING_BLOCK, LayerShape, RequestBatch, ring_blocks
 
 HEAD_DIMS = (64, 128)
 """The route of layers that no kernel serves."""
@@ -60,7 +60,7 @@ class PairLayer:
     """
 
     def __init__(
-        self, fmt: Format, shape: Shape, device: torch.device, dtype: torch.dtype, kernel: str, max_requests: int,
+        self, fmt: Format, shape: LayerShape, device: torch.device, dtype: torch.dtype, kernel: str, max_requests: int,
         max_tokens: int,
     ) -> None:  # fmt: skip
         self.shape, self.dtype = shape, dtype
@@ -70,16 +70,26 @@ class PairLayer:
             from ..attention.prefill import find_flash_attention  # imports Triton, which the CPU platform may lack
 
             flash = find_flash_attention(shape.head_dim, shape.head_dim, dtype, None)
-        engine = EngineLimits(
-            device, dtype, Limits(shape.longest, max_requests), max_tokens, max_tokens, kernel, has_ring=True
-        )
-        layout = PairLayout(self.codec, shape.query_heads, shape.kv_heads, options, engine.limits)
+        limits = Limits(shape.longest, max_requests, max_tokens)
+        engine = EngineLimits(device, dtype, limits, max_tokens, kernel, has_ring=True)
+        if not shape.has_passes:
+            limits = limits._replace(max_tokens=0)
+        layout = PairLayout(self.codec, shape.query_heads, shape.kv_heads, options, limits)
         kernels = pair_kernels(fmt, layout, engine, flash)
         self.kernel = PYTORCH if kernels.decode is None else kernels.decode.language
         self.attention = PairAttention(kernels)
         self.own_is_raw = kernels.prefill is not None
         """True if a prompt's rows read the step's own tokens before quantisation."""
         self.window = _window_layer(shape) if shape.window else None
+
+    def read_short_prefixes(self) -> bool:
+        """Have steps from now on read prefixes in the pages, in passes, however short they are. Returns False if the
+        layer has no kernel for that."""
+        decode = self.attention.kernels.decode
+        if decode is None or decode.pass_limits is None:
+            return False
+        decode.pass_limits = decode.pass_limits._replace(keys=0)
+        return True
 
     def compile_ahead(self) -> None:
         """Have all kernels of the layer compiled in other threads, as vLLM's profiling run does."""
@@ -113,10 +123,8 @@ class PairLayer:
             cache, ring: uint8 [blocks, KV heads, block_size, slot bytes].
             output: [rows, query heads, head_dim], filled.
         """
-        device = cache.device
-        starts = torch.tensor(batch.starts, dtype=torch.int32, device=device)
-        lengths = torch.tensor(batch.lengths, dtype=torch.int32, device=device)
-        self.attention.forward(self.step(batch, starts, lengths, query, key, value, cache, ring, output))
+        bounds = batch.bounds(cache.device)
+        self.attention.forward(self.step(batch, *bounds, query, key, value, cache, ring, output))
 
     def step(
         self, batch: RequestBatch, starts: torch.Tensor, lengths: torch.Tensor, query: torch.Tensor, key: torch.Tensor,
@@ -145,14 +153,14 @@ class LatentLayer:
     """Attention of one layer of latents; see `PairLayer`. `shape`: query heads in `group`, and `window`."""
 
     def __init__(
-        self, fmt: Format, rank: int, rope_dim: int, shape: Shape, device: torch.device, dtype: torch.dtype,
+        self, fmt: Format, rank: int, rope_dim: int, shape: LayerShape, device: torch.device, dtype: torch.dtype,
         kernel: str, max_requests: int,
     ) -> None:  # fmt: skip
         self.shape, self.dtype, self.scale = shape, dtype, shape.head_dim**-0.5
         self.codec = LatentCodec(fmt, rank, rope_dim, device)
         self.window = _window_layer(shape) if shape.window else None
         # No tokens: on a CPU the workspace grows with the batches.
-        engine = EngineLimits(device, dtype, Limits(shape.longest, max_requests), 0, 0, kernel)
+        engine = EngineLimits(device, dtype, Limits(shape.longest, max_requests), 0, kernel)
         layout = LatentLayout(self.codec, shape.group, self.scale, dtype, engine.limits, None, shape.window)
         self.kernels = latent_kernels(fmt, layout, engine)
         self.kernel = self.kernels.decode.language
@@ -170,7 +178,7 @@ class LatentLayer:
         """Store a step's latents [rows, rank] and RoPE channels [rows, rope_dim], and return the requests' ring."""
         kernel, slots, held = self.kernels.store.kernel, None, None
         if self.window is not None and ring is not None:
-            slots, first = _fill_slots(self.window, batch, *self._bounds(batch))
+            slots, first = _fill_slots(self.window, batch, *batch.bounds(self.codec.device))
             held = Ring(ring, batch.ring_table, first, self.shape.window)
         kernel.write(kernel.prepare(NewTokens(batch.slots, ring_slots=slots)), cache, latent, rope, ring)
         return held
@@ -187,18 +195,14 @@ class LatentLayer:
         self, batch: RequestBatch, q_latent: torch.Tensor, q_rope: torch.Tensor, cache: torch.Tensor, ring: Ring | None
     ) -> torch.Tensor:
         """Attend: queries [rows, heads, rank] and [rows, heads, rope_dim] -> [rows, heads, rank], overwritten later."""
-        starts, lengths = self._bounds(batch)
+        starts, lengths = batch.bounds(self.codec.device)
         decodes = DecodeBatch(batch.block_table, starts, lengths, batch.starts[-1], batch.longest, ring=ring)
         kernel = self.kernels.decode
         output, _ = kernel.attend(kernel.prepare(decodes), cache, (q_latent, q_rope), ring)
         return output
 
-    def _bounds(self, batch: RequestBatch) -> tuple[torch.Tensor, torch.Tensor]:
-        starts, lengths = (torch.tensor(x, dtype=torch.int32) for x in (batch.starts, batch.lengths))
-        return starts.to(self.codec.device), lengths.to(self.codec.device)
 
-
-def _window_layer(shape: Shape) -> WindowLayer:
+def _window_layer(shape: LayerShape) -> WindowLayer:
     """A window layer whose ring blocks are those of `Requests`."""
     config: Any = SimpleNamespace(compilation_config=SimpleNamespace(static_forward_context={}))
     layer = WindowLayer(f"selftest{SUFFIX}", shape.window, shape.longest, config)

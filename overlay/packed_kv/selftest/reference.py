@@ -9,9 +9,8 @@ import torch
 from ..codecs import ring as rings
 from ..codecs.pages import PagedCodec
 from ..formats import Format
-from ..layout import MICRO_BLOCK, ring_slot_bytes
-from ..window.slots import fill_slots
-from .requests import BLOCK, POISON, RING_BLOCK, RequestBatch, Requests, Shape
+from ..layout import ring_slot_bytes
+from .requests import BLOCK, POISON, RING_BLOCK, LayerShape, RequestBatch, Requests
 
 
 class Source(NamedTuple):
@@ -55,7 +54,7 @@ class Reference:
         own_is_raw: whether a prompt's or chunk's rows read the step's own tokens before quantisation.
     """
 
-    def __init__(self, fmt: Format, shape: Shape, requests: Requests, *, own_is_raw: bool) -> None:
+    def __init__(self, fmt: Format, shape: LayerShape, requests: Requests, *, own_is_raw: bool) -> None:
         self.codec, self.shape, self.requests = PagedCodec(fmt, shape.head_dim), shape, requests
         self.own_is_raw = own_is_raw
         self.cache = torch.full(
@@ -76,13 +75,8 @@ class Reference:
             self.raw[request] = [torch.cat(parts) for parts in zip(self.raw[request], own, strict=True)]
         positions = batch.positions.cpu()
         self.codec.write(self.cache, batch.slots.cpu(), key, value, positions)
-        slots, first = (torch.zeros(n, dtype=torch.int32) for n in (len(key), len(batch.requests)))
+        slots, first = self.requests.fill_slots(batch)
         if self.shape.window:
-            starts, lengths = (torch.tensor(x, dtype=torch.int32) for x in (batch.starts, batch.lengths))
-            fill_slots(
-                starts, lengths, batch.ring_table.cpu(), slots, first, block_size=RING_BLOCK,
-                ring_blocks=self.requests.ring_blocks, window=self.shape.window, longest_decode=self.shape.longest,
-            )  # fmt: skip
             rings.write(self.ring, slots, *self.codec.prepare(key, value, positions))
         return first
 
@@ -113,10 +107,7 @@ class Reference:
 
     def _stored(self, request: int, end: int) -> list[torch.Tensor]:
         """K and V as the pages have them, in the model's basis."""
-        token = torch.arange(0, end, MICRO_BLOCK)
-        table = self.requests.table[request].long()
-        numbers = table[token // BLOCK] * (BLOCK // MICRO_BLOCK) + token % BLOCK // MICRO_BLOCK
-        read = self.codec.read(self.cache, numbers)
+        read = self.codec.read(self.cache, self.requests.micro_blocks(request, end))
         return [one.restore(x[:, :end].transpose(0, 1)) for one, x in zip(self.codec.codecs, read, strict=True)]
 
     def _recent(self, request: int) -> list[torch.Tensor]:

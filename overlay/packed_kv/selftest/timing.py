@@ -19,9 +19,9 @@ from ..vllm_compat import cpu_instructions, cpu_ops
 from .checks import Check, vectors
 from .launches import CPP, PYTORCH, PairLayer
 from .reference import Source, attention, relative_rms
-from .requests import RING_BLOCK, RequestBatch, Requests, Shape
+from .requests import RING_BLOCK, LayerShape, RequestBatch, Requests
 
-SHAPE = Shape(128, 8, 4, 64)
+SHAPE = LayerShape(128, 8, 4, 64)
 """A layer of an 8B model, with the recent window that engines have by default."""
 SIZES = {"cuda": (32, 8192, 16), "cpu": (8, 2048, 128)}
 """Requests of a batch, tokens of each (more than a GPU's caches hold), and tokens of a block, as vLLM's default."""
@@ -74,7 +74,7 @@ class TimedBatch:
         held = codec.prepare(*_of_one_head(blocks * RING_BLOCK, 9))
         rings.write(ring, torch.arange(len(held[0])), *held)
         self.ring = ring.to(self.device).repeat(1, SHAPE.kv_heads, 1, 1)
-        bounds = (torch.tensor(x, dtype=torch.int32).to(self.device) for x in (self.batch.starts, self.batch.lengths))
+        bounds = self.batch.bounds(self.device)
         tensors = (*bounds, self.query, self.key, self.value, self.cache, self.ring, self.output)
         layer = self.layer
         if self.device.type == "cpu":
@@ -123,7 +123,7 @@ def bf16_on_cuda(
     device, one = query.device, torch.ones(1, device=query.device)
     shape = (2, *pages, SHAPE.kv_heads, SHAPE.head_dim)
     key, value = torch.randn(shape, dtype=torch.bfloat16, device=device)
-    starts, lengths = (torch.tensor(x, dtype=torch.int32).to(device) for x in (batch.starts, batch.lengths))
+    starts, lengths = batch.bounds(device)
     output = torch.empty_like(query)
 
     def run() -> None:
@@ -142,7 +142,7 @@ def bf16_on_cpu(
 ) -> Callable[[], None]:
     """The same step by the op of vLLM's CPU platform."""
     ops, isa = cpu_ops(), cpu_instructions(torch.bfloat16, pages[1], SHAPE.head_dim)
-    starts, lengths = (torch.tensor(x, dtype=torch.int32) for x in (batch.starts, batch.lengths))
+    starts, lengths = batch.bounds()
     some = torch.randn(1, SHAPE.kv_heads, 2 * pages[1], SHAPE.head_dim).bfloat16()
     key, value = some.repeat(pages[0], 1, 1, 1).chunk(2, dim=2)
     schedule = ops.cpu_attn_get_scheduler_metadata(

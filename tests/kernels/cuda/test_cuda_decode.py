@@ -30,7 +30,7 @@ from packed_kv.kernels.cuda.grids import (
     pass_count,
 )
 from packed_kv.kernels.cuda.kernel import Compilation, block_of, machine_code
-from packed_kv.kernels.cuda.launch import PairVariant, constants, program
+from packed_kv.kernels.cuda.launch import PairVariant, constants, source_of
 from packed_kv.layout import page_layout
 from test_decode import BOUND, DEVICE, relative_rms, transforms
 
@@ -198,7 +198,7 @@ def test_resources(name: str, centred: bool, columns: int, tmp_path: Path) -> No
     )  # fmt: skip
     values = constants(page, 8, 4, variant)
     file = tmp_path / "decode.cubin"
-    file.write_bytes(machine_code(Compilation.of(program(values), values)))
+    file.write_bytes(machine_code(Compilation.of(source_of(values), values)))
     registers, stack, _ = resources(file)["decode"]
     threads, shared_bytes = block_of(file.read_bytes(), "decode")
     blocks = few.warps_per_sm // few.warps

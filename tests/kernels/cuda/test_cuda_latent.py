@@ -260,7 +260,7 @@ def test_resources(name: str, rows: int, rope_bits: int, tmp_path: Path) -> None
     assert dump("--dump-sass", file).count("WARPGROUP.DEPBAR") <= waits
 
 
-@pytest.mark.parametrize("shares", latent_ring_launch.SHARES)
+@pytest.mark.parametrize("shares", latent_ring_launch.CHANNEL_SHARES)
 def test_resources_of_the_ring(shares: int, tmp_path: Path) -> None:
     """Where there are many blocks, two fit on an SM; and the code stays short: most loops are not unrolled."""
     from packed_kv.kernels.cuda.nvrtc import compiled_kernel
@@ -290,6 +290,8 @@ def test_shares_of_a_merge() -> None:
 
 
 def test_shares_of_the_ring() -> None:
-    found = [latent_ring_launch.shares_of(heads * requests, 132) for heads, requests in ((64, 64), (20, 64), (16, 64))]
+    found = [
+        latent_ring_launch.channel_shares(heads * requests, 132) for heads, requests in ((64, 64), (20, 64), (16, 64))
+    ]
     assert found == [1, 2, 2]
-    assert [latent_ring_launch.shares_of(20 * requests, 132) for requests in (1, 8, 16, 256)] == [8, 8, 8, 1]
+    assert [latent_ring_launch.channel_shares(20 * requests, 132) for requests in (1, 8, 16, 256)] == [8, 8, 8, 1]

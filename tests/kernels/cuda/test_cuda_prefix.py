@@ -16,7 +16,7 @@ from packed_kv.formats import FORMATS
 from packed_kv.kernels.cuda import COLUMNS, pass_tokens
 from packed_kv.kernels.cuda.grids import GridInputs, block_kinds, grid_inputs, has_unpackers
 from packed_kv.kernels.cuda.kernel import Compilation, block_of, machine_code
-from packed_kv.kernels.cuda.launch import PairVariant, constants, pack_matrix, program
+from packed_kv.kernels.cuda.launch import PairVariant, constants, pack_matrix, source_of
 from packed_kv.kernels.cuda.prefix_launch import CudaPrefix, PrefixSchedules, prefix_arguments, prefix_grid
 from packed_kv.kernels.triton.means import Means
 from packed_kv.kernels.triton.rotate import rotation_matrix
@@ -219,7 +219,7 @@ def test_resources(name: str, head_dim: int, centred: bool, tmp_path: Path) -> N
     )  # fmt: skip
     values = constants(page, 8, 4, variant)
     file = tmp_path / "decode.cubin"
-    file.write_bytes(machine_code(Compilation.of(program(values), values)))
+    file.write_bytes(machine_code(Compilation.of(source_of(values), values)))
     registers, stack, _ = resources(file)["decode"]
     blocks = few.warps_per_sm // few.warps
     threads, shared_bytes = block_of(file.read_bytes(), "decode")

@@ -8,7 +8,7 @@ import pytest
 
 nvrtc = pytest.importorskip("packed_kv.kernels.cuda.nvrtc")
 
-from packed_kv.kernels.cuda.source import Program  # noqa: E402
+from packed_kv.kernels.cuda.source import Source  # noqa: E402
 
 
 @pytest.mark.parametrize(("text", "compiles"), [("__global__ void kernel() {}", True), ("no C++", False)])
@@ -24,11 +24,11 @@ def test_programs_are_destroyed(text: str, compiles: bool, monkeypatch: pytest.M
 
     monkeypatch.setattr(library, "nvrtcCreateProgram", note)
     monkeypatch.setattr(library, "nvrtcDestroyProgram", lambda x: destroyed.append(int(x)) or destroy(x))
-    program = Program("kernel.cu", (), ("kernel",), "sm_90")
+    source = Source("kernel.cu", (), ("kernel",), "sm_90")
     options = ("--gpu-architecture=sm_90", *nvrtc.OPTIONS)
     if compiles:
-        assert nvrtc._compile(program, {"kernel.cu": text}, options)
+        assert nvrtc._compile(source, {"kernel.cu": text}, options)
     else:
         with pytest.raises(nvrtc.CompileError, match="NVRTC_ERROR_COMPILATION"):
-            nvrtc._compile(program, {"kernel.cu": text}, options)
+            nvrtc._compile(source, {"kernel.cu": text}, options)
     assert len(made) == 1 and destroyed == made

@@ -44,7 +44,7 @@ def check_arguments(
 
 
 class PackedLatents:
-    """Stands before vLLM's class among the bases of an implementation, whose constructor calls `prepare`."""
+    """Stands before vLLM's class among the bases of an implementation."""
 
     kv_cache_dtype: str
     kv_lora_rank: int
@@ -59,8 +59,39 @@ class PackedLatents:
     """Both are None before `build`."""
     _concat_k_nope_k_pe: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
-    def prepare(self) -> None:
-        """Take what the constructor of a layer knows of the engine. Raises CalibrationError."""
+    def __init__(
+        self,
+        num_heads: int,
+        head_size: int,
+        scale: float,
+        num_kv_heads: int,
+        alibi_slopes: list[float] | None,
+        sliding_window: int | None,
+        kv_cache_dtype: str,
+        logits_soft_cap: float | None,
+        attn_type: str,
+        kv_sharing_target_layer_name: str | None,
+        indexer: object | None = None,
+        q_pad_num_heads: int | None = None,
+        *,
+        q_lora_rank: int | None,
+        kv_lora_rank: int,
+        qk_nope_head_dim: int,
+        qk_rope_head_dim: int,
+        qk_head_dim: int,
+        v_head_dim: int,
+        kv_b_proj: Any,
+        **unknown: object,
+    ) -> None:
+        """Take a layer's arguments from vLLM, and from its configuration what a layer knows of the engine. Raises
+        Refused and CalibrationError."""
+        check_arguments(kv_cache_dtype, kv_lora_rank, qk_rope_head_dim, sliding_window, unknown)
+        super().__init__(  # type: ignore[call-arg]  # of vLLM's class, which stands behind this one
+            num_heads, head_size, scale, num_kv_heads, alibi_slopes, sliding_window, kv_cache_dtype, logits_soft_cap,
+            attn_type, kv_sharing_target_layer_name, q_lora_rank=q_lora_rank, kv_lora_rank=kv_lora_rank,
+            qk_nope_head_dim=qk_nope_head_dim, qk_rope_head_dim=qk_rope_head_dim, qk_head_dim=qk_head_dim,
+            v_head_dim=v_head_dim, kv_b_proj=kv_b_proj, indexer=indexer,
+        )  # fmt: skip
         self.supports_quant_query_input = False
         self.device = torch.get_default_device()
         self.config = get_current_vllm_config()

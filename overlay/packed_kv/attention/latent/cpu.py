@@ -20,16 +20,15 @@ from ...kernels.served import ANY, CPP, Engine, Latents, who_serves
 from ..cpu import warn_of_pytorch, without_error
 from ..protocols import DecodeBatch, DecodeKernel
 from ..store import FunctionStore, LatentStore
-from .in_pytorch import RecentContext, ReferenceLatentPrefix
+from .in_pytorch import Attended, RecentContext, ReferenceLatentPrefix
 from .kernels import LatentKernels, reference_kernels
 
 if TYPE_CHECKING:
     from ...codecs.latent import LatentCodec
     from ...codecs.ring import Ring
     from ...formats import Format
-    from ..layouts import EngineLimits, LatentLayout
-
-Attended = tuple[torch.Tensor, torch.Tensor | None]
+    from ..layouts import LatentLayout
+    from ..limits import EngineLimits
 
 LIBRARY = ("cpu", "latents")
 SLOWER = "5 to 20 times"

@@ -33,8 +33,7 @@ from ...kernels.triton.launch import Launches, StepLaunch
 from ..choice import find_kernel
 from ..layouts import LatentLayout
 from ..protocols import DecodeBatch, DecodeKernel
-
-Attended = tuple[torch.Tensor, torch.Tensor | None]
+from .in_pytorch import Attended
 
 
 class LatentKind(NamedTuple):

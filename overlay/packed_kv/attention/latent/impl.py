@@ -25,14 +25,13 @@ from ...refusals.table import refuse
 from ...vllm_compat import has_own_queries
 from ...window.layer import add_window_layer, window_tokens_of_model
 from ..context_parallel import Ranks
-from ..context_shard import shard_of
 from ..factory import latent_kernels
-from ..layouts import EngineLimits, LatentLayout
-from ..metadata import longest_decode
+from ..layouts import LatentLayout
+from ..limits import EngineLimits, longest_decode, shard_of
 from ..protocols import DecodeBatch
 from ..step import StepKey
 from ..warmup import block_size_of, warm_up_latents
-from .base import PackedLatents, check_arguments
+from .base import PackedLatents
 from .in_pytorch import PrefixChunk, RecentContext, ReferenceLatents
 from .kernels import LatentKernels
 from .metadata import LatentMetadata
@@ -46,38 +45,8 @@ class LatentAttentionImpl(PackedLatents, MLACommonImpl[LatentMetadata]):
     can_return_lse_for_decode = True
     kernels: LatentKernels | None = None
 
-    def __init__(
-        self,
-        num_heads: int,
-        head_size: int,
-        scale: float,
-        num_kv_heads: int,
-        alibi_slopes: list[float] | None,
-        sliding_window: int | None,
-        kv_cache_dtype: str,
-        logits_soft_cap: float | None,
-        attn_type: str,
-        kv_sharing_target_layer_name: str | None,
-        indexer: object | None = None,
-        q_pad_num_heads: int | None = None,
-        *,
-        q_lora_rank: int | None,
-        kv_lora_rank: int,
-        qk_nope_head_dim: int,
-        qk_rope_head_dim: int,
-        qk_head_dim: int,
-        v_head_dim: int,
-        kv_b_proj: Any,
-        **unknown: object,
-    ) -> None:
-        check_arguments(kv_cache_dtype, kv_lora_rank, qk_rope_head_dim, sliding_window, unknown)
-        super().__init__(
-            num_heads, head_size, scale, num_kv_heads, alibi_slopes, sliding_window, kv_cache_dtype, logits_soft_cap,
-            attn_type, kv_sharing_target_layer_name, q_lora_rank=q_lora_rank, kv_lora_rank=kv_lora_rank,
-            qk_nope_head_dim=qk_nope_head_dim, qk_rope_head_dim=qk_rope_head_dim, qk_head_dim=qk_head_dim,
-            v_head_dim=v_head_dim, kv_b_proj=kv_b_proj, indexer=indexer, q_pad_num_heads=None,
-        )  # fmt: skip
-        self.prepare()
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
         if self.device.type == "cpu":
             from .cpu import compile_ahead
 

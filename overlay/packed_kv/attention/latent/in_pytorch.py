@@ -13,6 +13,9 @@ from ...kernels.served import ANY, PYTORCH
 from ...reference.latent_attention import attend, read_recent, read_tokens
 from ..protocols import DecodeBatch, DecodeKernel
 
+Attended = tuple[torch.Tensor, torch.Tensor | None]
+"""Output [tokens, heads, rank] of decodes, and the natural lse, fp32 [tokens, heads], where ranks split the tokens."""
+
 
 @dataclass(frozen=True)
 class RecentContext:
@@ -68,7 +71,7 @@ class ReferenceLatentPrefix:
             row += count
 
 
-class ReferenceLatents(DecodeKernel[DecodeBatch, tuple[torch.Tensor, torch.Tensor | None]]):
+class ReferenceLatents(DecodeKernel[DecodeBatch, Attended]):
     """Attends to the decodes of one layer.
 
     Args:
@@ -88,7 +91,7 @@ class ReferenceLatents(DecodeKernel[DecodeBatch, tuple[torch.Tensor, torch.Tenso
     def attend(
         self, step: DecodeBatch, cache: torch.Tensor, queries: tuple[torch.Tensor, ...], ring: Ring | None = None,
         output: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
+    ) -> Attended:  # fmt: skip
         q_latent, q_rope = queries
         tables = (cache, step.block_table, step.query_start, step.seq_lens)
         batch = (self.codec, *tables, q_latent, q_rope, self.scale)

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import torch
-
 from ..protocols import DecodeKernel
 from ..store import LatentStore, reference_latent_store
-from .in_pytorch import ReferenceLatentPrefix, ReferenceLatents
+from .in_pytorch import Attended, ReferenceLatentPrefix, ReferenceLatents
 
 if TYPE_CHECKING:
     from ..layouts import LatentLayout
@@ -19,7 +17,7 @@ class LatentKernels(NamedTuple):
     """Kernels of a layer's attention: those of all writes and of decodes, and what gathers prefixes of prompts."""
 
     store: LatentStore
-    decode: DecodeKernel[Any, tuple[torch.Tensor, torch.Tensor | None]]
+    decode: DecodeKernel[Any, Attended]
     prefix: ReferenceLatentPrefix | TritonLatentPrefix
 
 

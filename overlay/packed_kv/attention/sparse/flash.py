@@ -29,7 +29,7 @@ HEADS = 64, 128
 """Query heads that FlashMLA's kernel takes; fewer are padded."""
 SLICE_TOKENS = 1024
 """Most query tokens of a launch."""
-Attended = tuple[torch.Tensor, torch.Tensor]
+PaddedResult = tuple[torch.Tensor, torch.Tensor]
 """[tokens, padded heads, rank] and the natural lse [tokens, padded heads]."""
 Specs = tuple[tuple[tuple[int, ...], torch.dtype], ...]
 
@@ -145,7 +145,7 @@ class RowGather(LayerKernel):
 def attend_rows(
     layer: SparseLayout, memory: SparseMemory, rows: torch.Tensor, picks: PickedRows, queries: Queries,
     output: torch.Tensor,
-) -> Attended:  # fmt: skip
+) -> PaddedResult:  # fmt: skip
     """Return attention over picked rows. `output`: bf16 [tokens or more, padded heads, rank], memory for it."""
     query, rank = memory.query[: len(picks.rows)], layer.codec.rank
     query[:, : layer.heads, :rank] = queries[0]
@@ -236,8 +236,8 @@ class FlashPrompts(PrefillKernel[SparseBatch]):
         return PickedRows(stored, stored_counts), PickedRows(own, own_counts)
 
     def merge(
-        self, output: torch.Tensor, stored: Attended | None, own: Attended, picks: tuple[PickedRows, PickedRows],
-        lse: torch.Tensor | None,
+        self, output: torch.Tensor, stored: PaddedResult | None, own: PaddedResult,
+        picks: tuple[PickedRows, PickedRows], lse: torch.Tensor | None,
     ) -> None:  # fmt: skip
         """Fill `output` [tokens, heads, rank] and, unless None, `lse` fp32 [tokens, heads] from both; `picks` are those
         of `split`."""

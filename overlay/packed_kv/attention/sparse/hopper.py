@@ -17,8 +17,9 @@ from ...kernels.cuda.latent_schedule import LatentScheduler
 from ...kernels.served import ANY, CUDA, Latents
 from ...kernels.triton.launch import Launches
 from ...kernels.triton.sparse_picks import CountPicksLaunch
-from ..choice import Limits, find_kernel
+from ..choice import find_kernel
 from ..layouts import SparseLayout
+from ..limits import Limits
 from ..protocols import DecodeBatch, DecodeKernel
 from .metadata import SparseDecodes
 

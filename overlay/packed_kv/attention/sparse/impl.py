@@ -18,8 +18,9 @@ from ...codecs.latent_rows import LatentRowCodec
 from ...refusals.facts import Attention, Facts, Layer
 from ...refusals.table import refuse
 from ..factory import sparse_kernels
-from ..latent.base import PackedLatents, check_arguments
-from ..layouts import EngineLimits, SparseLayout
+from ..latent.base import PackedLatents
+from ..layouts import SparseLayout
+from ..limits import EngineLimits
 from ..warmup import block_size_of, warm_up_sparse
 from .layer import SparseKernels
 from .metadata import Latents, SparseLatentMetadata, workspace_rows
@@ -37,46 +38,21 @@ class SparseLatentImpl(PackedLatents, SparseMLACommonImpl[SparseLatentMetadata])
 
     def __init__(
         self,
-        num_heads: int,
-        head_size: int,
-        scale: float,
-        num_kv_heads: int,
-        alibi_slopes: list[float] | None,
-        sliding_window: int | None,
-        kv_cache_dtype: str,
-        logits_soft_cap: float | None,
-        attn_type: str,
-        kv_sharing_target_layer_name: str | None,
+        *arguments: Any,
         indexer: object | None = None,
         topk_indices_buffer: torch.Tensor | None = None,
         index_group_builder: object | None = None,
-        q_pad_num_heads: int | None = None,
         sinks: torch.Tensor | None = None,
-        *,
-        q_lora_rank: int | None,
-        kv_lora_rank: int,
-        qk_nope_head_dim: int,
-        qk_rope_head_dim: int,
-        qk_head_dim: int,
-        v_head_dim: int,
-        kv_b_proj: Any,
-        **unknown: object,
+        **options: Any,
     ) -> None:
-        check_arguments(kv_cache_dtype, kv_lora_rank, qk_rope_head_dim, sliding_window, unknown)
-        if sinks is not None:
-            refuse(Facts(Attention(sinks=tuple(sinks.shape)), Layer(query_heads=num_heads)), kv_cache_dtype)
         # Without the buffer, vLLM's class makes no index group: rows are found by positions, in the gather kernel.
-        super().__init__(
-            num_heads, head_size, scale, num_kv_heads, alibi_slopes, sliding_window, kv_cache_dtype, logits_soft_cap,
-            attn_type, kv_sharing_target_layer_name, q_lora_rank=q_lora_rank, kv_lora_rank=kv_lora_rank,
-            qk_nope_head_dim=qk_nope_head_dim, qk_rope_head_dim=qk_rope_head_dim, qk_head_dim=qk_head_dim,
-            v_head_dim=v_head_dim, kv_b_proj=kv_b_proj,
-        )  # fmt: skip
+        super().__init__(*arguments, **options)
+        if sinks is not None:
+            refuse(Facts(Attention(sinks=tuple(sinks.shape)), Layer(query_heads=self.num_heads)), self.kv_cache_dtype)
         self.init_topk_indices_buffer(indexer, topk_indices_buffer)
         self.masked_mha_available = False  # on Blackwell; it reads plain rows
         self.sinks = sinks
         self.supports_dense_mha_prefill = sinks is None
-        self.prepare()
         self.is_handed_latents = False
 
     def build(self, layer_name: str, layer: Any) -> None:

@@ -1,6 +1,6 @@
 """The host side that all CUDA kernels share: variants, compiled ahead, and the block of a launch's parameters.
 
-A variant is a program with constants. It is compiled once per machine (`kernel_cache.py`) and loaded once per process
+A variant is a source with constants. It is compiled once per machine (`kernel_cache.py`) and loaded once per process
 and device, whichever layers launch it. Each layer has a parameter block of its own, which a launch reads as it is
 issued: the arguments of the call and the step are written to it, those of the layer stay.
 """
@@ -18,22 +18,22 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import torch
 
 from ..precompile import current, wait_for
-from .source import Program
+from .source import Source
 
 Key = TypeVar("Key", bound=Hashable)
 ELF_SYMBOLS = 2
 
 
 class Compilation(NamedTuple):
-    """A program and the constants that it is compiled with, by name."""
+    """A source and the constants that it is compiled with, by name."""
 
-    program: Program
+    source: Source
     constants: tuple[tuple[str, str], ...]
 
     @classmethod
-    def of(cls, program: Program, constants: Mapping[str, str]) -> Compilation:
+    def of(cls, source: Source, constants: Mapping[str, str]) -> Compilation:
         """Return the compilation with these constants."""
-        return cls(program, tuple(constants.items()))
+        return cls(source, tuple(constants.items()))
 
 
 class Function(NamedTuple):
@@ -46,7 +46,7 @@ class Function(NamedTuple):
 
 
 class CudaKernel(ABC, Generic[Key]):
-    """The kernels of a program over the memory of one layer. A key tells its variants apart.
+    """The kernels of a source over the memory of one layer. A key tells its variants apart.
 
     Args:
         layer_at: bytes of the arguments that differ from call to call and from step to step.
@@ -68,7 +68,7 @@ class CudaKernel(ABC, Generic[Key]):
         """Return what a variant is compiled from."""
 
     def functions_of(self, key: Key) -> tuple[Function, ...] | None:
-        """Return a variant's kernels, in the order of `Program.entries`; None in a `Precompiler` block, which launches
+        """Return a variant's kernels, in the order of `Source.entries`; None in a `Precompiler` block, which launches
         nothing."""
         functions = self.functions.get(key)
         if functions is None and current() is None:
@@ -90,7 +90,7 @@ def machine_code(wanted: Compilation) -> bytes:
     """Return the compiled program. Any thread may ask; to load it takes one with a CUDA context."""
     from .nvrtc import compiled_kernel
 
-    return compiled_kernel(dict(wanted.constants), wanted.program)
+    return compiled_kernel(dict(wanted.constants), wanted.source)
 
 
 @functools.cache
@@ -99,10 +99,10 @@ def load(wanted: Compilation, device: int | None) -> tuple[Function, ...]:
     from . import nvrtc
     from .early_launch import launch_kernel
 
-    wait_for(wanted, wanted.program.main)
+    wait_for(wanted, wanted.source.main)
     code, found = machine_code(wanted), []
     with torch.cuda.device(device):
-        for name in wanted.program.entries:
+        for name in wanted.source.entries:
             threads, shared_bytes = block_of(code, name)
             found.append(Function(launch_kernel, nvrtc.load(code, name, shared_bytes), threads, shared_bytes))
     return tuple(found)

@@ -16,7 +16,7 @@ from .code_constants import decoder_constants, group_constants
 from .kernel import Compilation, CudaKernel
 from .latent_schedule import TILE_TOKENS
 from .launch import OUTPUTS
-from .source import LATENT as LATENT_PROGRAM
+from .source import LATENT as LATENT_SOURCE
 
 RANK, ROPE_DIM = LATENT
 BLOCK_ROWS = (16, 24, 32, 48, 64)
@@ -258,4 +258,4 @@ class CudaLatentDecode(CudaKernel[int]):
         """Return what a variant is compiled from."""
         has_constant = self.constant is not None
         variant = LatentVariant(self.heads, key, self.block_size, self.query, self.output, has_constant, self.has_lse)
-        return Compilation.of(LATENT_PROGRAM, constants(self.page, variant))
+        return Compilation.of(LATENT_SOURCE, constants(self.page, variant))

@@ -19,7 +19,7 @@ from .source import LATENT_RING
 
 RANK, ROPE_DIM = LATENT
 TILE_ROWS, TILE_TOKENS = 16, 64
-SHARES = (1, 2, 4, 8)
+CHANNEL_SHARES = (1, 2, 4, 8)
 """Blocks that a tile of rows may have: each makes all its scores, and the outputs of a share of the channels."""
 
 
@@ -27,7 +27,7 @@ class LatentRingVariant(NamedTuple):
     """Variant that the kernel is compiled for."""
 
     heads: int
-    shares: int
+    channel_shares: int
     block_size: int
     query: torch.dtype
     output: torch.dtype
@@ -43,7 +43,7 @@ def constants(variant: LatentRingVariant) -> dict[str, str]:
         "SLOT_BYTES": ring.slot_bytes,
         "SCALES_AT": ring.scales[0],
         "HEADS": variant.heads,
-        "SHARES": variant.shares,
+        "SHARES": variant.channel_shares,
         "RING_BLOCK": variant.block_size,
         "QUERY": OUTPUTS[variant.query],
         "OUTPUT": OUTPUTS[variant.output],
@@ -57,9 +57,9 @@ STEP_ARGUMENTS, LAYER_ARGUMENTS = struct.Struct("=8Q3If"), struct.Struct("=3QI4x
 """Parts of `Arguments` in latent_ring.cu behind those of the call, in order."""
 
 
-def shares_of(rows: int, sm_count: int) -> int:
+def channel_shares(rows: int, sm_count: int) -> int:
     """Return how many blocks share a tile of rows: as few as leave each SM 14 of all requests' rows."""
-    return next((n for n in SHARES if rows * n > 14 * sm_count), SHARES[-1])
+    return next((n for n in CHANNEL_SHARES if rows * n > 14 * sm_count), CHANNEL_SHARES[-1])
 
 
 class Step(NamedTuple):
@@ -92,7 +92,7 @@ def make_step(
     tensors = (table, query_start, seq_lens, page_lens, parts.output, parts.stats, *parts.schedule)
     sizes = table.stride(0), parts.grid.partitions, parts.grid.row_blocks * parts.grid.rows
     arguments = STEP_ARGUMENTS.pack(*(x.data_ptr() for x in tensors), *sizes, scale * LOG2_E)
-    return Step(arguments, (tiles, requests, shares_of(heads * max_query_len * requests, sm_count)))
+    return Step(arguments, (tiles, requests, channel_shares(heads * max_query_len * requests, sm_count)))
 
 
 def layer_arguments(ring: torch.Tensor, inverse_gain: torch.Tensor, constant: torch.Tensor | None) -> bytes:
@@ -121,7 +121,7 @@ class CudaLatentRing(CudaKernel[int]):
         self, ring: torch.Tensor, heads: int, query: torch.dtype, output: torch.dtype, inverse_gain: torch.Tensor,
         constant: torch.Tensor | None,
     ) -> None:  # fmt: skip
-        self.widest = LatentRingVariant(heads, SHARES[0], ring.shape[2], query, output, constant is not None)
+        self.widest = LatentRingVariant(heads, CHANNEL_SHARES[0], ring.shape[2], query, output, constant is not None)
         self.layer, self.kept = layer_arguments(ring, inverse_gain, constant), (inverse_gain, constant)
         super().__init__(CALL_ARGUMENTS.size + STEP_ARGUMENTS.size, self.layer, ring.device.index)
 
@@ -148,11 +148,11 @@ class CudaLatentRing(CudaKernel[int]):
     def compile_variants(self) -> None:
         """Compile and load every variant that a step may need, so that no step waits for one. In a `Precompiler` block,
         note them."""
-        self.compile(SHARES)
+        self.compile(CHANNEL_SHARES)
 
     def variant(self, shares: int) -> LatentRingVariant:
         """Return the variant that blocks of so many shares need."""
-        return self.widest._replace(shares=shares)
+        return self.widest._replace(channel_shares=shares)
 
     def compilation(self, key: int) -> Compilation:
         """Return what a variant is compiled from."""

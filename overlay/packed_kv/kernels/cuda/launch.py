@@ -27,7 +27,7 @@ from .grids import (
 )
 from .kernel import Compilation, CudaKernel
 from .schedule import CUT_TILES, PART_SHIFT, SLOT_SHIFT
-from .source import DECODE, UNPACKED, Program
+from .source import DECODE, UNPACKED, Source
 
 OUTPUTS = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2}
 STAGES, UNPACKER_STAGES = 2, 3
@@ -105,8 +105,8 @@ def constants(page: PageLayout, kv_heads: int, group: int, variant: PairVariant)
     return {name: str(value) for name, value in values.items()}
 
 
-def program(constants: Mapping[str, str]) -> Program:
-    """Return the program of a variant."""
+def source_of(constants: Mapping[str, str]) -> Source:
+    """Return the source of a variant."""
     return UNPACKED if int(constants["UNPACKERS"]) else DECODE
 
 
@@ -297,4 +297,4 @@ class CudaDecode(CudaKernel[tuple[int, bool, int]]):
             self.tiles_a_block or 0, pass_count(self.group, max_query_len),
         )  # fmt: skip
         values = constants(self.page, self.kv_heads, self.group, variant)
-        return Compilation.of(program(values), values)
+        return Compilation.of(source_of(values), values)

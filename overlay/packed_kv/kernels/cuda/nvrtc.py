@@ -12,7 +12,7 @@ from typing import Any
 from cuda.bindings import driver, nvrtc
 
 from ..kernel_cache import load_or_compile
-from .source import DECODE, Program, read_sources
+from .source import DECODE, Source, read_sources
 
 OPTIONS = ("--std=c++17", "-default-device")
 
@@ -21,14 +21,14 @@ class CompileError(RuntimeError):
     """NVRTC or the driver refused the kernel; the message has their log."""
 
 
-def compiled_kernel(constants: dict[str, str], program: Program = DECODE) -> bytes:
+def compiled_kernel(constants: dict[str, str], source: Source = DECODE) -> bytes:
     """Return the machine code of a kernel with these definitions, from the cache or compiled (2 to 3 s)."""
-    sources = read_sources(program)
-    target = f"--gpu-architecture={program.architecture}"
+    sources = read_sources(source)
+    target = f"--gpu-architecture={source.architecture}"
     options = (target, *OPTIONS, *(f"-D{name}={value}" for name, value in sorted(constants.items())))
     key = hashlib.sha256(repr((sources, options, compiler_version())).encode()).hexdigest()
-    name = program.main.removesuffix(".cu")
-    return load_or_compile(f"{name}-{key[:32]}.cubin", lambda: _compile(program, sources, options))
+    name = source.main.removesuffix(".cu")
+    return load_or_compile(f"{name}-{key[:32]}.cubin", lambda: _compile(source, sources, options))
 
 
 def compiler_version() -> tuple[int, int]:
@@ -36,7 +36,7 @@ def compiler_version() -> tuple[int, int]:
     return _checked(nvrtc.nvrtcVersion())
 
 
-def _compile(source: Program, sources: dict[str, str], options: tuple[str, ...]) -> bytes:
+def _compile(source: Source, sources: dict[str, str], options: tuple[str, ...]) -> bytes:
     headers = [sources[name].encode() for name in source.headers]
     names = [name.encode() for name in source.headers]
     main = sources[source.main].encode()

@@ -23,7 +23,7 @@ from .launch import (
     PairVariant,
     constants,
     layer_arguments,
-    program,
+    source_of,
     step_arguments,
 )
 from .schedule import item_count
@@ -168,4 +168,4 @@ class CudaPrefix(CudaKernel[None]):
     def compilation(self, key: None) -> Compilation:
         """Return what the kernel is compiled from."""
         values = constants(self.page, self.kv_heads, self.group, self.variant)
-        return Compilation.of(program(values), values)
+        return Compilation.of(source_of(values), values)

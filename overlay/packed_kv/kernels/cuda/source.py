@@ -6,7 +6,7 @@ from importlib import resources
 from typing import NamedTuple
 
 
-class Program(NamedTuple):
+class Source(NamedTuple):
     """A source file, those that it includes, the architecture that it is compiled for, and its kernels."""
 
     main: str
@@ -15,21 +15,21 @@ class Program(NamedTuple):
     entries: tuple[str, ...]
 
 
-DECODE = Program(
+DECODE = Source(
     "decode.cu",
     ("ptx.cuh", "copies.cuh", "codes.cuh", "columns.cuh", "attend.cuh", "ring.cuh", "combine.cuh", "finish.cuh",
      "pages.cuh", "narrow.cuh", "team.cuh", "team_mma.cuh", "wide.cuh"),
     "sm_90",
     ("decode",),
 )  # fmt: skip
-UNPACKED = Program(
+UNPACKED = Source(
     DECODE.main,
     (*DECODE.headers, "wgmma.cuh", "roles_tiles.cuh", "roles_unpack.cuh", "roles_attend.cuh", "roles.cuh"),
     "sm_90a",
     DECODE.entries,
 )
 """`DECODE` for variants that have warps that only unpack."""
-LATENT = Program(
+LATENT = Source(
     "latent.cu",
     (
         "ptx.cuh",
@@ -47,10 +47,10 @@ LATENT = Program(
     "sm_90a",
     ("latent_decode", "latent_merge"),
 )
-LATENT_RING = Program("latent_ring.cu", ("ptx.cuh",), "sm_90", ("attend_latent_ring",))
+LATENT_RING = Source("latent_ring.cu", ("ptx.cuh",), "sm_90", ("attend_latent_ring",))
 
 
-def read_sources(program: Program) -> dict[str, str]:
-    """Return the text of a program's files by name."""
+def read_sources(source: Source) -> dict[str, str]:
+    """Return the text of a source's files by name."""
     folder = resources.files(__package__)
-    return {name: folder.joinpath(name).read_text() for name in (program.main, *program.headers)}
+    return {name: folder.joinpath(name).read_text() for name in (source.main, *source.headers)}

@@ -20,7 +20,7 @@ from .launch import Arguments, Launch, StepLaunch
 from .pages import KEY
 from .quantize import Transform
 from .ring import inverse_step_size, ring_code, ring_scale, ring_step_size
-from .store import StoreConstants, StoreLayer, Vectors, blocks, padded_groups, rows_of, store_section
+from .store_section import StoreConstants, StoreLayer, Vectors, blocks, padded_groups, rows_of, store_section
 from .words import word_index
 
 _INPUT_LIMIT = tl.constexpr(INPUT_LIMIT)
