@@ -111,7 +111,7 @@ def cpu_instructions(dtype: torch.dtype, block_size: int, head_dim: int) -> str:
 
 
 def cpu_has_fp8() -> bool:
-    """Whether vLLM's attention on this CPU reads pages of fp8."""
+    """Return True if vLLM's attention on this CPU reads pages of fp8."""
     if "kv_cache_dtype" not in inspect.signature(cpu_ops().cpu_attention_with_kv_cache).parameters:
         return False
     return torch.cpu._is_avx512_supported() or torch.cpu._is_amx_tile_supported()  # as vLLM's `_get_attn_isa` asks

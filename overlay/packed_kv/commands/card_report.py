@@ -19,7 +19,7 @@ from ..private_file import replace_file, why_not_replaced
 FORM = 1
 """Increment when a field changes its meaning."""
 CARD = re.compile(r"[^\w .,()@+-]")
-"""What no card's or processor's name has."""
+"""A character that no name of a card or processor has."""
 VERSION = re.compile(r"(?:[a-z][a-z-]* )?[0-9][0-9A-Za-z.+]*|no [a-z_]+")
 COMMIT = re.compile(r"[0-9a-f]{7,40}\+?")
 LONGEST_NAME = 80
@@ -57,7 +57,7 @@ def content(
         "commit": commit if COMMIT.fullmatch(commit) else UNKNOWN,
         "timed": {name: int(timed[name]) for name in TIMED if name in timed},
         "copy_GB_s": round(timed["copy_rate"] / 1e9, 1) if "copy_rate" in timed else None,
-        "kernels": [_kernel(row) for row in rows],
+        "kernels": [kernel_of(row) for row in rows],
     }
 
 
@@ -72,8 +72,8 @@ def _version(text: str) -> str:
     return text if VERSION.fullmatch(text) else UNKNOWN
 
 
-def _kernel(row: Mapping[str, Any]) -> dict[str, Any]:
-    """A row: which kernel, whether it is right, the parts that are wrong, and its times beside bf16's and fp8's."""
+def kernel_of(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a report has of a row: the kernel, whether and where it is wrong, and its times."""
     parts = row.get("parts", {})
     wrong = [name for name, part in parts.items() if part["error"] is None or part["error"] > part["bound"]]
     wrong += ["repeated launches"] if row.get("differ") else []

@@ -8,6 +8,7 @@ the peak of NVIDIA's datasheets, compute capability as at https://developer.nvid
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 from ..model.config_fields import BadInput
@@ -53,6 +54,8 @@ CARDS = {
 }
 
 
+OTHER_FORMS = {"MIG", "LAPTOP", "NVL", "D", "SUPER", "TI", "MAX"}
+"""Words in a driver's name for a card that say that it is not the one of the table."""
 ALIASES = {
     "A100": "A100-80GB", "H100-80GB": "H100", "H100-SXM": "H100", "3090": "RTX-3090", "4090": "RTX-4090",
     "5090": "RTX-5090", "PRO-6000": "RTX-PRO-6000", "DGX-Spark": "GB10",
@@ -68,6 +71,16 @@ def find(name: str) -> Card:
             f"--gpu {name} is not known; known: {', '.join(CARDS)}; or give --gpu-memory SIZE and --bandwidth TB/S"
         )
     return CARDS[wanted]
+
+
+def of_device(name: str) -> Card | None:
+    """Return the card that a driver calls `name`, such as "NVIDIA H100 80GB HBM3"; None: it is in no table, or is a
+    part or a form of a card with another memory."""
+    words = set(re.findall(r"[A-Z0-9]+", name.upper()))
+    if words & OTHER_FORMS:
+        return None
+    found = [card for card in CARDS.values() if set(card.name.upper().split("-")) <= words]
+    return max(found, key=lambda card: len(card.name), default=None)
 
 
 def _letters(name: str) -> str:
