@@ -27,7 +27,7 @@ from packed_kv.planning.plan import estimate
 from packed_kv.planning.weights import weights
 from packed_kv.refusals.table import refusals_of_model
 from rows import read
-from tables import BASELINE, RESULTS, Table
+from tables import BASELINE, RESULTS, Row, Table, load
 
 REPORTS = RESULTS / "cards"
 SHAPES = RESULTS.parent / "shapes"
@@ -36,6 +36,8 @@ COMPILED = (80, 86, 89, 90, 100, 120)
 EVIDENCE = ("release/decode.csv", "release/h100/decode.csv", "kernels.csv", "h100/kernels.csv")
 """Files of rows that show that a card was seen: steps of an engine, and kernels."""
 STEPS = EVIDENCE[:2]
+TILE_TOKENS = 32
+"""Tokens of a tile of Triton's decode kernel."""
 SHOWN = ("bf16", "fp8", "tq4", "turboquant25")
 FITS: Mapping[str, tuple[str, str]] = {
     "8b": ("", "--context 8k --users 8"),
@@ -128,7 +130,7 @@ def state(generation: Generation, cards: Iterable[Card], of_reports: Mapping[str
     major, minor = generation.capability
     if 10 * major + minor in COMPILED:
         return "compiles; speed **expected by arithmetic**"
-    return "not compiled by a test; speed **expected by arithmetic**"
+    return "not compiled by a test, and not run"
 
 
 def reports_table(up: str, found: Mapping[str, Mapping[str, Any]] | None = None) -> str:
@@ -249,8 +251,89 @@ def checked(up: str) -> str:
     return table.markdown()
 
 
+COUNTS = "triton_counts.csv"
+SCHEDULERS = 4
+BOUND_ON = ("A100-80GB", "A10", "RTX-3090", "L4", "L40S", "RTX-4090")
+CHECKED_ON = ("H200", "H100")
+"""Cards whose decode kernel was measured."""
+PRODUCTS_OF_HMMA = 16 * 8 * 16
+"""Multiplications of an `mma.m16n8k16`."""
+
+
+def cycles(row: Row, card: Card) -> dict[str, float]:
+    """Return the cycles of an SM that each thing needs for a tile: memory's bytes, and a warp's instructions by pipe.
+
+    row: of triton_counts.csv. A scheduler issues an instruction a cycle and has 32 lanes of fp32, of fp16 pairs, or 16,
+    16 of integers and 4 of special functions, by the throughputs in the CUDA programming guide.
+    """
+    is_a100, has_wide_halves = card.capability == (8, 0), card.capability in ((8, 0), (9, 0))
+    counts = {name: int(row[name]) / SCHEDULERS for name in ("instructions", "alu", "imad", "fp32", "half", "special")}
+    return {
+        "memory": int(row["tile_bytes"]) / card.bytes_per_cycle,
+        "issue": counts["instructions"],
+        "integers": 2 * counts["alu"],
+        "multiply-adds": 2 * counts["imad"] + (2 if is_a100 else 1) * counts["fp32"],
+        "fp16": (1 if has_wide_halves else 2) * counts["half"],
+        "tensor cores": int(row["tensor"]) * PRODUCTS_OF_HMMA / card.products,
+        "special": 8 * counts["special"],
+    }
+
+
+def counts_table(_up: str) -> str:
+    """Return a table of the counts: a line a variant and architecture."""
+    table = Table(["variant", "sm", "registers", "spills in the loop", "programs of an SM", "tile, bytes",
+                   "instructions a token", "of these integer", "tensor"], 1)  # fmt: skip
+    for row in load(COUNTS):
+        table.lines.append([
+            variant_name(row), row["sm"], row["registers"], row["spills_in_loop"], row["programs"],
+            f"{int(row['tile_bytes']):,}", f"{int(row['instructions']) / TILE_TOKENS:.1f}",
+            f"{int(row['alu']) / TILE_TOKENS:.1f}", f"{int(row['tensor']) / TILE_TOKENS:.1f}",
+        ])  # fmt: skip
+    return table.markdown()
+
+
+def variant_name(row: Row) -> str:
+    """A variant in words."""
+    ring = ", recent window" if row["ring"] == "yes" else ""
+    return f"`{row['dtype']}`, heads of {row['head_dim']}, {row['columns']} columns{ring}"
+
+
+def bounds(names: Sequence[str]) -> Callable[[str], str]:
+    """Return what makes a table of what bounds each variant on some cards, and what is next: cycles of an SM a tile."""
+
+    def table(_up: str) -> str:
+        cards = [CARDS[name] for name in names]
+        heads = [f"{card.name}, {card.bytes_per_cycle:.1f} bytes a cycle" for card in cards]
+        made: dict[str, list[str]] = {}
+        of_sm: dict[tuple[str, str], Row] = {}
+        for row in load(COUNTS):
+            of_sm[variant_name(row), row["sm"]] = row
+        for variant, _ in of_sm:
+            cells = [_bound(of_sm.get((variant, sm_of(card))), card) for card in cards]
+            if any(cells):
+                made[variant] = cells
+        lines = [[variant, *cells] for variant, cells in made.items()]
+        return Table(["variant", *heads], 1, lines).markdown()
+
+    return table
+
+
+def sm_of(card: Card) -> str:
+    """The architecture of a card, as in the rows."""
+    major, minor = card.capability or (0, 0)
+    return str(10 * major + minor)
+
+
+def _bound(row: Row | None, card: Card) -> str:
+    if row is None:
+        return ""
+    (first, most), (second, less) = sorted(cycles(row, card).items(), key=lambda item: -item[1])[:2]
+    return f"{first if first == 'memory' else f'**{first}**'} {most:,.0f}; {second} {less:,.0f}"
+
+
 TABLES: Mapping[str, Callable[[str], str]] = {
     "card-generations": generations, "card-reports": reports_table, "card-checked": checked,
+    "card-bounds": bounds(BOUND_ON), "card-bounds-checked": bounds(CHECKED_ON), "card-counts": counts_table,
     **{f"card-fits-{shape}": fits(shape) for shape in FITS},
 }  # fmt: skip
 """Marker -> what makes its table; its argument leads from the page to the repository."""

@@ -52,16 +52,19 @@ class Variant(NamedTuple):
     ring: bool = False
 
 
-NARROW = tuple(Variant(dtype) for dtype in ("tq4", "turboquant35", "tq3", "turboquant25"))
+EVERYWHERE = Variant("tq4"), Variant("turboquant25"), Variant("tq4", columns=32)
+"""Variants that are counted for every architecture; their code differs little from one to another."""
 OTHERS = (
-    Variant("tq4", columns=16), Variant("tq4", columns=32), Variant("turboquant25", columns=32),
+    Variant("turboquant35"), Variant("tq3"), Variant("tq4", columns=16), Variant("turboquant25", columns=32),
     Variant("tq4", ring=True), Variant("tq4", head_dim=256),
 )  # fmt: skip
+MOST = 86
+"""The architecture for which all variants are counted."""
 
 
 def variants(arch: int) -> tuple[Variant, ...]:
-    """Return the variants that are counted for an architecture: all; of Hopper those with 8 columns."""
-    return NARROW if arch == 90 else NARROW + OTHERS
+    """Return the variants that are counted for an architecture."""
+    return EVERYWHERE + OTHERS if arch == MOST else EVERYWHERE
 
 
 def pipe_of(instruction: str) -> str:
