@@ -24,13 +24,8 @@ import torch
 if TYPE_CHECKING:
     from vllm import LLM
 
-MODEL_8B = {
-    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336,
-    "num_hidden_layers": 36, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128,
-    "vocab_size": 32000, "max_position_embeddings": 65536, "rope_theta": 10000.0, "rms_norm_eps": 1e-5,
-    "torch_dtype": "bfloat16", "hidden_act": "silu", "tie_word_embeddings": False, "bos_token_id": 1, "eos_token_id": 2,
-}  # fmt: skip
 REPO = Path(__file__).resolve().parents[1]
+MODEL_8B = json.loads((REPO / "benchmarks" / "shapes" / "8b" / "config.json").read_text())
 CHUNK = 8192
 """Tokens of a step, and so of a prefill chunk."""
 SOURCE_TOKENS = 2048

@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import cards
 import plan_figures
 import tables
 from packed_kv_quality.generation_report import accepted_ratio, tokens_a_step
@@ -351,6 +352,8 @@ SPECS: Mapping[str, Sequence[Spec]] = {
     ),
 }  # fmt: skip
 """Page -> its tables."""
+OTHERS: Mapping[str, Mapping[str, Callable[[str], str]]] = {"docs/cards.md": cards.TABLES}
+"""Page -> marker -> what makes a table that is not one of rows alone."""
 
 
 APART = {
@@ -407,10 +410,11 @@ def runs() -> str:
 def made() -> dict[Path, str]:
     """Each file with what it should have. Raises ValueError if a page's markers and its tables are not the same."""
     pages = {RESULTS / "runs.md": runs(), plan_figures.FILE: plan_figures.content()}
-    for name, specs in SPECS.items():
-        text = (REPO / name).read_text()
+    for name in {**SPECS, **OTHERS}:
+        text, specs = (REPO / name).read_text(), SPECS.get(name, ())
         up = "../" * name.count("/")
         blocks = {spec.name: spec.block(up) for spec in specs}
+        blocks |= {marker: make(up) for marker, make in OTHERS.get(name, {}).items()}
         if f"<!-- measured: {OLDER} -->" in text:
             blocks[OLDER] = older(specs, up)
         markers = [match[2] for match in MARKED.finditer(text)]

@@ -19,7 +19,8 @@ RELEASE = REPO / "benchmarks" / "results" / "release"
 RELEASED = ("README.md", "docs/speed.md", "docs/server.md")
 PAGES = ("README.md", "docs/index.md", *(f"docs/{name}.md" for name in ("speed", "server", "internals")),
          "benchmarks/README.md", "benchmarks/results/README.md")  # fmt: skip
-MADE = ("README.md", *(f"docs/{name}.md" for name in ("speed", "server", "internals", "quality", "reliability")),
+MADE = ("README.md", "docs/cards.md",
+        *(f"docs/{name}.md" for name in ("speed", "server", "internals", "quality", "reliability")),
         "overlay/packed_kv/planning/measured.json")  # fmt: skip
 COMMIT = re.compile(r"\b(?=[0-9a-f]*[0-9])(?=[0-9a-f]*[a-f])[0-9a-f]{7,40}\b")
 
@@ -47,8 +48,9 @@ def test_tables_are_those_of_the_rows() -> None:
 @pytest.mark.parametrize(
     ("file", "old", "new", "pages"),
     [
-        ("release/decode.csv", "\ntq4,128,2048,", "\ntq4,128,2049,", "README.md, docs/speed.md"),
-        ("h100/kernels.csv", ",NVIDIA H100", ",NVIDIA H200", "benchmarks/results/runs.md, docs/internals.md"),
+        ("release/decode.csv", "\ntq4,128,2048,", "\ntq4,128,2049,", "README.md, docs/cards.md, docs/speed.md"),
+        ("h100/kernels.csv", ",NVIDIA H100", ",NVIDIA H200",
+         "benchmarks/results/runs.md, docs/cards.md, docs/internals.md"),
         ("generate-smollm2/calibrated.json", '"kl_mean": 0.0029', '"kl_mean": 0.0079', "README.md, docs/quality.md"),
         ("quality-smollm2-h200/calibrated-window-64-29533ae.json", '"kl_mean": 0.00487974', '"kl_mean": 0.00787974',
          "docs/quality.md, overlay/packed_kv/planning/measured.json"),

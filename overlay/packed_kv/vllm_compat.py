@@ -3,6 +3,7 @@ of vLLM, which no other module imports or reads (`tests/test_imports.py`)."""
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -107,6 +108,13 @@ def cpu_instructions(dtype: torch.dtype, block_size: int, head_dim: int) -> str:
     if isa == "amx":
         torch.cpu._init_amx()  # Linux kills a process that has not asked for tiles; vLLM leaves it to oneDNN's products
     return isa
+
+
+def cpu_has_fp8() -> bool:
+    """Return True if vLLM's attention on this CPU reads pages of fp8."""
+    if "kv_cache_dtype" not in inspect.signature(cpu_ops().cpu_attention_with_kv_cache).parameters:
+        return False
+    return torch.cpu._is_avx512_supported() or torch.cpu._is_amx_tile_supported()  # as vLLM's `_get_attn_isa` asks
 
 
 def unknown_architecture(names: list[str], *, has_code: bool) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -11,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from packed_kv.commands import selftest
+from checkout import REPO
+from packed_kv.commands import card_report, selftest
 from packed_kv.commands.main import main
 from packed_kv.formats import FORMATS
 
@@ -26,8 +28,8 @@ def row(name: str, decode_kernel: str = "auto", **changed: Any) -> dict[str, Any
     }
     found = {
         "dtype": name, "decode_kernel": decode_kernel, "kernel": "Triton", "latents_kernel": "Triton", "parts": parts,
-        "wrong": [], "repeats": 412, "differ": 0, "microseconds": 40.0, "bf16_microseconds": 80.0, "is_right": True,
-        "seconds": 2.5,
+        "wrong": [], "repeats": 412, "differ": 0, "microseconds": 40.0, "bf16_microseconds": 80.0,
+        "fp8_microseconds": 60.0, "is_right": True, "seconds": 2.5,
     }  # fmt: skip
     return found | changed
 
@@ -108,7 +110,9 @@ def test_a_process_that_hangs_is_a_difference(process, monkeypatch: pytest.Monke
     assert "  WRONG it failed: it said nothing" in capsys.readouterr().out
 
 
-KEYS = {"exit_code", "cannot", "machine", "rows", "paste"}
+KEYS = {"exit_code", "cannot", "machine", "timed", "rows", "paste"}
+TIMED = {"requests": 32, "context": 8192, "block_size": 16, "query_heads": 32, "kv_heads": 8, "head_dim": 128,
+         "window": 64, "copy_rate": 2.7e11}  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -166,9 +170,95 @@ def test_without_vllm(bare, tmp_path: Path) -> None:
     assert run.returncode == 2 and json.loads(run.stdout)["cannot"].startswith("vllm is not installed; pip install")
 
 
-def test_the_whole_command() -> None:
+def test_a_report(process, tmp_path: Path) -> None:
+    """Every field of it: what the machine told beyond them is not in it."""
+    spoiled = {
+        "device": "NVIDIA L4 at /home/me",
+        "compiler": "/home/me/c++ 12",
+        "kernels": "none: me@host",
+        "cuda": "/usr",
+    }
+    parts = {"decode": {"cases": 3, "error": None, "bound": 2e-3}, "store": {"cases": 3, "error": 0.0, "bound": 0.0}}
+    rows = (
+        row("tq4", kernel="CUDA", microseconds=30.04),
+        row("tq3", is_right=False, parts=parts, differ=2, wrong=["decode, /home/me: 5"], microseconds=None,
+            bf16_microseconds=None, fp8_microseconds=None),
+        {"dtype": "tq3", "decode_kernel": "triton", "is_right": False, "wrong": ["it failed: host: /home/me/x.so"]},
+    )  # fmt: skip
+    process(says({"machine": MACHINE | spoiled}, {"timed": TIMED}, *({"row": one} for one in rows), {"end": 3}))
+    file = tmp_path / "report.json"
+    file.write_text("an older one")
+    assert main(["selftest", "--report", str(file)]) == 1
+    timed = {name: TIMED[name] for name in card_report.TIMED}
+    named = {"dtype": "tq3", "is_right": False, "ms": None, "bf16_ms": None, "fp8_ms": None}
+    assert json.loads(file.read_text()) == {
+        "form": 1, "card": "NVIDIA L4 at ?home?me", "capability": "8.9", "commit": "unknown", "timed": timed,
+        "versions": {"vllm": "vllm 0.33.0", "pytorch": "2.11.0", "triton": "triton 3.6.0",
+                     "packed_kv": "packed-kv 0.1.0", "cuda": "unknown"},
+        "copy_GB_s": 270.0,
+        "kernels": [
+            {"dtype": "tq4", "decode_kernel": "auto", "kernel": "CUDA", "latents_kernel": "Triton", "is_right": True,
+             "wrong": [], "ms": 0.03, "bf16_ms": 0.08, "fp8_ms": 0.06},
+            named | {"decode_kernel": "auto", "kernel": "Triton", "latents_kernel": "Triton",
+                     "wrong": ["decode", "repeated launches"]},
+            named | {"decode_kernel": "triton", "kernel": None, "latents_kernel": None, "wrong": ["it failed"]},
+        ],
+    }  # fmt: skip
+
+
+def test_a_commit_is_reported(process, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for commit in ("f2456679+", "f2456679"):
+        process(says({"machine": MACHINE}, {"timed": TIMED}, {"row": row("tq4")}, {"end": 1}))
+        versions = {"vllm": "vllm 0.33.0", "triton": "no triton", "packed_kv": "packed-kv 0.1.0", "commit": commit}
+        monkeypatch.setattr(selftest, "versions", lambda versions=versions: versions)
+        assert main(["selftest", "--report", str(tmp_path / "report.json")]) == 0
+        found = json.loads((tmp_path / "report.json").read_text())
+        assert found["commit"] == commit and found["versions"]["triton"] == "no triton"
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [("none/report.json", "none is not a folder; make it first"), (".", " is a folder; name a file, such as"),
+     ("a" * 256, "cannot be written (File name too long)")],
+)  # fmt: skip
+def test_a_report_that_cannot_be_written_is_told_before(
+    name: str, said: str, process, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = process()
+    with pytest.raises(SystemExit) as ended:
+        main(["selftest", "--report", f"{tmp_path}/{name}"])
+    error = capsys.readouterr().err
+    assert ended.value.code == 2 and said in error and error.count("\n") == 1 and not asked
+
+
+def test_a_folder_that_goes_meanwhile(process, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    process(f"rmdir {folder}\n" + says({"machine": MACHINE}, {"row": row("tq4")}, {"end": 1}))
+    assert main(["selftest", "--report", str(folder / "report.json")]) == 2
+    assert capsys.readouterr().err.endswith("report.json cannot be written: No such file or directory\n")
+
+
+def test_no_report_of_what_cannot_run(process, tmp_path: Path) -> None:
+    process(says({"machine": MACHINE}, {"cannot": "--device auto: 0.2 GiB of memory are free"}))
+    assert main(["selftest", "--report", str(tmp_path / "report.json")]) == 2
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_whole_command(tmp_path: Path) -> None:
     """As a user runs it, on the device that vLLM is for here."""
-    command = [sys.executable, "-m", "packed_kv.commands.main", "selftest", "--dtypes", "tq4", "--json"]
+    file = tmp_path / "report.json"
+    command = [
+        sys.executable,
+        "-m",
+        "packed_kv.commands.main",
+        "selftest",
+        "--dtypes",
+        "tq4",
+        "--json",
+        "--report",
+        file,
+    ]
     run = subprocess.run(command, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr + run.stdout
     found = json.loads(run.stdout)
@@ -176,6 +266,13 @@ def test_the_whole_command() -> None:
     assert {one["dtype"] for one in found["rows"]} == {"tq4"} and all(one["is_right"] for one in found["rows"])
     assert "vllm" in found["paste"] and found["paste"].endswith("right")
     assert {*row("tq4")} == {*found["rows"][0]}, "what the other tests take for a row"
+    assert {*TIMED} == {*found["timed"]} and found["timed"]["copy_rate"] > 1e8
+    text = file.read_text()
+    report, mine = json.loads(text), (socket.gethostname(), str(tmp_path), str(REPO), str(Path.home()), sys.prefix)
+    assert not [name for name in mine if name in text] and "/" not in text
+    assert all(kernel["is_right"] and kernel["ms"] > 0 and kernel["bf16_ms"] > 0 for kernel in report["kernels"])
+    assert report["copy_GB_s"] > 0.1 and report["commit"] == found["machine"]["commit"]
+    assert report["card"] == found["machine"]["device"] and "unknown" not in report["versions"].values()
 
 
 def test_every_dtype_by_default() -> None:

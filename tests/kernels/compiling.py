@@ -56,6 +56,18 @@ class Resources:
         """Number of SASS instructions whose name begins so."""
         return len(re.findall(rf"\s{re.escape(instruction)}", self.sass))
 
+    def loop(self) -> list[str]:
+        """The instructions on the usual path of the loop over pages: the first backward branch ends it, and what a
+        branch inside skips is for the tiles at the ends alone."""
+        lines = re.findall(r"/\*([0-9a-f]{4,5})\*/\s+(.*?;)", self.sass)
+        code = [(int(address, 16), text) for address, text in lines]
+        found = ((at, re.search(r"\bBRA\b.*?(0x[0-9a-f]+)", text)) for at, text in code)
+        jumps = [(at, int(target[1], 16)) for at, target in found if target]
+        end, begin = next((at, target) for at, target in jumps if target < at)
+        skipped = [(at, target) for at, target in jumps if begin <= at < target <= end]
+        assert skipped, "the branch around the tiles at the ends is gone"
+        return [text for at, text in code if begin <= at <= end and not any(a < at < b for a, b in skipped)]
+
 
 def compile_kernels(cases: list[Case]) -> list[Resources]:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}

@@ -22,6 +22,22 @@ def test_cards_are_known(name: str) -> None:
     assert cards.find(name.lower().replace(" ", "-")) == card
 
 
+@pytest.mark.parametrize(
+    ("device", "name"),
+    [
+        ("NVIDIA H100 80GB HBM3", "H100"), ("NVIDIA H100 PCIe", "H100-PCIE"), ("NVIDIA H200", "H200"),
+        ("NVIDIA A100-SXM4-80GB", "A100-80GB"), ("NVIDIA A100-SXM4-40GB", "A100-40GB"), ("NVIDIA A10", "A10"),
+        ("NVIDIA GeForce RTX 3090", "RTX-3090"), ("NVIDIA GB10", "GB10"), ("NVIDIA L4", "L4"), ("NVIDIA L40S", "L40S"),
+        ("NVIDIA RTX PRO 6000 Blackwell Workstation Edition", "RTX-PRO-6000"), ("NVIDIA GB200", None),
+        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", None), ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
+        ("NVIDIA A100X", None),
+        ("NVIDIA GeForce RTX 5090 D", None), ("NVIDIA GeForce RTX 3090 Ti", None), ("Tesla T4", None),
+    ],
+)  # fmt: skip
+def test_a_drivers_name_is_a_card_of_the_table(device: str, name: str | None) -> None:
+    assert cards.of_device(device) == (cards.CARDS[name] if name else None)
+
+
 def test_what_depends_on_hopper_asks_the_capability() -> None:
     shape = parse(SHAPE_8B, "8B")
     for card in cards.CARDS.values():

@@ -18,6 +18,7 @@ from packed_kv.kernels.cpu.gather import CpuGather
 from packed_kv.kernels.cpu.store import CpuStore
 from packed_kv.selftest import __main__ as process
 from packed_kv.selftest import checks, latents, launches, timing
+from packed_kv.vllm_compat import cpu_has_fp8
 from packed_kv.window import metadata
 
 on_cpu = pytest.mark.skipif(not vllm.platforms.current_platform.is_cpu(), reason="needs vLLM's CPU platform")
@@ -55,6 +56,7 @@ def test_every_dtype_is_right() -> None:
         assert (row["kernel"], row["latents_kernel"]) == ("C++", "C++")
         assert {*row["parts"]} == parts and row["repeats"] > 60
         assert row["microseconds"] > 0 and row["bf16_microseconds"] > 0
+        assert (row["fp8_microseconds"] is not None) == cpu_has_fp8()
         assert row["parts"]["store"] == {"cases": 13, "error": 0, "bound": 0}
         assert all(0 < row["parts"][part]["error"] <= row["parts"][part]["bound"] for part in PARTS - {"store"})
 
@@ -187,7 +189,7 @@ def test_too_little_memory_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
         ("auto", {"device_count": 0}, "PyTorch sees 0 CUDA devices; look at nvidia-smi and CUDA_VISIBLE_DEVICES"),
         ("cuda:2", {}, "--device cuda:2: PyTorch sees 2 CUDA devices; name cuda:0 to cuda:1"),
         ("cuda:1", {"get_device_capability": (7, 5)}, "Tesla, compute capability 7.5: packed pages need 8.0 or later"),
-        ("cuda", {"mem_get_info": (1 << 30, 80 << 30)}, "1.0 GiB of memory are free, 3.0 are needed; end what holds"),
+        ("cuda", {"mem_get_info": (1 << 30, 80 << 30)}, "1.0 GiB of memory are free, 3.5 are needed; end what holds"),
     ],
 )
 def test_a_gpu_that_cannot(asked: str, changed: dict[str, Any], said: str, monkeypatch: pytest.MonkeyPatch) -> None:

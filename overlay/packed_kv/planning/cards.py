@@ -3,11 +3,13 @@
 Memory is what `nvidia-smi` reports, below what a datasheet calls GB: H200 in benchmarks/results/machine.txt, the others
 of Hopper, Ampere and Ada as listed at https://thundergolfer.com/blog/nvidia-gpu-memory-capacity, H20, Blackwell
 and GeForce from reports of `nvidia-smi`; GB10 shares its host's memory, of which PyTorch reports this. Bandwidth is
-the peak of NVIDIA's datasheets, compute capability as at https://developer.nvidia.com/cuda-gpus.
+the peak of NVIDIA's datasheets, compute capability as at https://developer.nvidia.com/cuda-gpus. SMs, boost clocks and
+rates of tensor cores are from NVIDIA's datasheets and white papers; only docs/cards.md is made from them.
 """
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 from ..model.config_fields import BadInput
@@ -17,21 +19,40 @@ MIB = 1 << 20
 
 @dataclass(frozen=True)
 class Card:
-    """`memory` in bytes; `bandwidth` in bytes a second, 0: not known; `capability`: None: not known."""
+    """`memory` in bytes; `bandwidth` in bytes a second, 0: not known; `capability`: None: not known.
+
+    `sms`, `clock` (Hz), `products`: SMs, their boost clock, and multiplications of fp16 numbers a cycle of an SM's
+    tensor cores, with sums in fp32; 0: not needed so far.
+    """
 
     name: str
     memory: int
     bandwidth: float
     capability: tuple[int, int] | None = None
+    sms: int = 0
+    clock: float = 0
+    products: int = 0
 
     @property
     def served_at_once(self) -> int:
         """Requests that vLLM serves at once by default: its `--max-num-seqs` (`EngineArgs`, vLLM 0.31 to 0.33)."""
         return 1024 if self.memory >= 70 << 30 and not self.name.startswith("A100") else 256
 
+    @property
+    def bytes_per_cycle(self) -> float:
+        """Bytes that memory brings an SM in a cycle, at the peak of both; `sms` and `clock` must be known."""
+        return self.bandwidth / self.sms / self.clock
+
+
+SMS = {
+    "H200": (132, 1.98e9, 2048), "H100": (132, 1.98e9, 2048), "A100-80GB": (108, 1.41e9, 1024),
+    "A100-40GB": (108, 1.41e9, 1024), "A10": (72, 1.695e9, 512), "RTX-3090": (82, 1.695e9, 256),
+    "L4": (58, 2.04e9, 512), "L40S": (142, 2.52e9, 512), "RTX-4090": (128, 2.52e9, 256),
+}  # fmt: skip
+"""Card -> `sms`, `clock` and `products`. GeForce sums in fp32 at half the rate of the same chip's other cards."""
 
 CARDS = {
-    name: Card(name, mib * MIB, bandwidth * 1e12, capability)
+    name: Card(name, mib * MIB, bandwidth * 1e12, capability, *SMS.get(name, ()))
     for name, mib, bandwidth, capability in (
         ("B300", 275040, 8.0, (10, 3)),
         ("B200", 183359, 8.0, (10, 0)),
@@ -53,6 +74,8 @@ CARDS = {
 }
 
 
+OTHER_FORMS = {"MIG", "LAPTOP", "NVL", "D", "SUPER", "TI", "MAX"}
+"""Words in a driver's name for a card that say that it is not the one of the table."""
 ALIASES = {
     "A100": "A100-80GB", "H100-80GB": "H100", "H100-SXM": "H100", "3090": "RTX-3090", "4090": "RTX-4090",
     "5090": "RTX-5090", "PRO-6000": "RTX-PRO-6000", "DGX-Spark": "GB10",
@@ -68,6 +91,16 @@ def find(name: str) -> Card:
             f"--gpu {name} is not known; known: {', '.join(CARDS)}; or give --gpu-memory SIZE and --bandwidth TB/S"
         )
     return CARDS[wanted]
+
+
+def of_device(name: str) -> Card | None:
+    """Return the card that a driver calls `name`, such as "NVIDIA H100 80GB HBM3"; None: it is in no table, or is a
+    part or a form of a card with another memory."""
+    words = set(re.findall(r"[A-Z0-9]+", name.upper()))
+    if words & OTHER_FORMS:
+        return None
+    found = [card for card in CARDS.values() if set(card.name.upper().split("-")) <= words]
+    return max(found, key=lambda card: len(card.name), default=None)
 
 
 def _letters(name: str) -> str:

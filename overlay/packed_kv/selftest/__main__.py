@@ -1,7 +1,9 @@
 """The process of `packed-kv selftest` that loads vLLM: one line of JSON for each thing that happens.
 
-`{"machine": ...}` comes first, or `{"cannot": LINE}`; `{"begin": [dtype, kernel]}` before anything of a row is made or
-launched, so that a process that dies names what it died of; `{"row": ...}` when the row is done, `{"end": rows}` last.
+`{"machine": ...}` comes first, or `{"cannot": LINE}`; then `{"timed": ...}`, the layer and batch that are timed and
+what a copy moves, but not in a process that goes on behind another; `{"begin": [dtype, kernel]}` before anything of a
+row is made or launched, so that a process that dies names what it died of; `{"row": ...}` when the row is done,
+`{"end": rows}` last.
 """
 
 from __future__ import annotations
@@ -10,7 +12,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -25,7 +27,7 @@ from .compilers import Compilers
 from .device import CannotRun, describe, find_device, kernels
 from .latents import check_latents, latent_layers
 from .launches import CPP
-from .timing import TimedBatch, Times, time_step
+from .timing import TimedBatch, Times, describe_timed, time_step
 
 Say = Callable[[dict[str, Any]], None]
 MOST_WRONG = 5
@@ -50,7 +52,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def run(
-    say: Say, dtypes: list[str], asked: str, done: Iterable[tuple[str, str]], compilers: Compilers | None = None
+    say: Say, dtypes: list[str], asked: str, done: Collection[tuple[str, str]], compilers: Compilers | None = None
 ) -> None:
     """Report the rows of all dtypes and kernels, but for those that are `done`. `compilers` run once the device is
     known."""
@@ -61,6 +63,8 @@ def run(
             compilers.run(device)
         rows = [(name, kernel) for name in dtypes for kernel in kernels(device) if (name, kernel) not in {*done}]
         launches.prepare(device, [FORMATS[name] for name in dtypes])
+        if not done:
+            say({"timed": describe_timed(device)})
         made = []
         for name, kernel in rows:
             say({"begin": [name, kernel]})
@@ -124,6 +128,7 @@ class Row:
             "differ": sum(check.differ for check in found),
             "microseconds": times and times.packed,
             "bf16_microseconds": times and times.bf16,
+            "fp8_microseconds": times and times.fp8,
             "is_right": not wrong,
             "seconds": time.monotonic() - start,
         }

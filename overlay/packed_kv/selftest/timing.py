@@ -1,4 +1,4 @@
-"""Time of a decode step of one layer, beside bf16's with the installed vLLM's own attention."""
+"""Time of a decode step of one layer, beside bf16's and fp8's with the installed vLLM's own attention."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from ..codecs import ring as rings
 from ..codecs.pages import PagedCodec
 from ..formats import Format
 from ..layout import MICRO_BLOCK, ring_slot_bytes
-from ..vllm_compat import cpu_instructions, cpu_ops
+from ..vllm_compat import cpu_has_fp8, cpu_instructions, cpu_ops
 from .checks import Check, vectors
 from .launches import CPP, PYTORCH, PairLayer
 from .reference import Source, attention, relative_rms
-from .requests import RING_BLOCK, LayerShape, RequestBatch, Requests
+from .requests import RING_BLOCK, LayerShape, Requests
 
 SHAPE = LayerShape(128, 8, 4, 64)
 """A layer of an 8B model, with the recent window that engines have by default."""
@@ -28,15 +28,21 @@ SIZES = {"cuda": (32, 8192, 16), "cpu": (8, 2048, 128)}
 DISTINCT_TOKENS = 512
 """Tokens that are stored, of one KV head: their blocks repeat, and the other heads have the same."""
 SWEEP_BYTES, TURNS = 1 << 26, 7
+COPIED_BYTES = {"cuda": 1 << 29, "cpu": 1 << 27}
+"""Bytes that a copy reads and writes: several times what the caches of a GPU hold."""
+FP8_VERSION = 3
+"""Version of FlashAttention that reads pages of fp8, which is Hopper's."""
 BOUND = {CPP: 3e-4 + 2.0**-8, PYTORCH: 2.0**-8, "CUDA": 6e-3, "Triton": 6e-3}
 """Relative RMS error in bf16, whose outputs are rounded to 2^-8, as in `checks.DECODE_BOUND`."""
 
 
 class Times(NamedTuple):
-    """Microseconds a layer and step: of the packed dtype, and of bf16 (None: no kernel of vLLM's serves it here)."""
+    """Microseconds a layer and step: of the packed dtype, of bf16 and of fp8 (None: vLLM's attention that the self-test
+    calls does not serve it here)."""
 
     packed: float
     bf16: float | None
+    fp8: float | None
 
 
 class TimedBatch:
@@ -107,75 +113,109 @@ def _of_one_head(tokens: int, seed: int) -> list[torch.Tensor]:
     return [vectors(tokens, 1, SHAPE.head_dim, seed + i).float() for i in range(2)]
 
 
-def bf16_on_cuda(
-    batch: RequestBatch, query: torch.Tensor, new: tuple[torch.Tensor, torch.Tensor], pages: tuple[int, int]
-) -> Callable[[], None] | None:
-    """The same step by vLLM's FlashAttention, in the version that it takes on this card; None: it takes none."""
+def dense_on_cuda(timed: TimedBatch, dtype: str) -> Callable[[], None] | None:
+    """Return the same step in "bf16" or "fp8" by vLLM's FlashAttention, in the version that it takes on this card.
+
+    None: it does not serve the dtype. fp8's queries are coded before, as vLLM codes them in the layer.
+    """
     from vllm.v1.attention.backends.fa_utils import (
         flash_attn_varlen_func,
         get_flash_attn_version,
         reshape_and_cache_flash,
     )
 
-    version = get_flash_attn_version(head_size=SHAPE.head_dim)
-    if version is None:
+    version, is_fp8 = get_flash_attn_version(head_size=SHAPE.head_dim), dtype == "fp8"
+    if version is None or (is_fp8 and version != FP8_VERSION):
         return None
-    device, one = query.device, torch.ones(1, device=query.device)
-    shape = (2, *pages, SHAPE.kv_heads, SHAPE.head_dim)
-    key, value = torch.randn(shape, dtype=torch.bfloat16, device=device)
+    batch, query = timed.batch, timed.query
+    device, one, output = query.device, torch.ones(1, device=query.device), torch.empty_like(query)
+    some = torch.randn(2, DISTINCT_TOKENS, SHAPE.kv_heads, SHAPE.head_dim, dtype=torch.bfloat16, device=device)
+    stored = some.to(torch.float8_e4m3fn).view(torch.uint8) if is_fp8 else some
+    pages = stored.unflatten(1, (-1, timed.block_size))
+    repeats = 1, -(-timed.requests.blocks // pages.shape[1]), 1, 1, 1
+    key, value = pages.repeat(repeats)[:, : timed.requests.blocks]
+    read, scales = (key, value), {}
+    if is_fp8:
+        query, read = query.to(torch.float8_e4m3fn), (key.view(torch.float8_e4m3fn), value.view(torch.float8_e4m3fn))
+        scales = dict.fromkeys(("q_descale", "k_descale", "v_descale"), one.expand(len(query), SHAPE.kv_heads))
     starts, lengths = batch.bounds(device)
-    output = torch.empty_like(query)
 
     def run() -> None:
-        reshape_and_cache_flash(*new, key, value, batch.slots, "auto", one, one)
+        reshape_and_cache_flash(timed.key, timed.value, key, value, batch.slots, "fp8" if is_fp8 else "auto", one, one)
         flash_attn_varlen_func(
-            query, key, value, out=output, cu_seqlens_q=starts, max_seqlen_q=1, seqused_k=lengths,
+            query, *read, out=output, cu_seqlens_q=starts, max_seqlen_q=1, seqused_k=lengths,
             max_seqlen_k=max(batch.lengths), softmax_scale=SHAPE.head_dim**-0.5, causal=True,
-            block_table=batch.block_table, fa_version=version,
+            block_table=batch.block_table, fa_version=version, **scales,
         )  # fmt: skip
 
     return run
 
 
-def bf16_on_cpu(
-    batch: RequestBatch, query: torch.Tensor, new: tuple[torch.Tensor, torch.Tensor], pages: tuple[int, int]
-) -> Callable[[], None]:
-    """The same step by the op of vLLM's CPU platform."""
-    ops, isa = cpu_ops(), cpu_instructions(torch.bfloat16, pages[1], SHAPE.head_dim)
+def dense_on_cpu(timed: TimedBatch, dtype: str) -> Callable[[], None] | None:
+    """Return the same step in "bf16" or "fp8" by the op of vLLM's CPU platform; None: it has no fp8 here."""
+    is_fp8, batch, query = dtype == "fp8", timed.batch, timed.query
+    if is_fp8 and not cpu_has_fp8():
+        return None
+    coding = {"kv_cache_dtype": "fp8"} if is_fp8 else {}  # vLLM 0.31's op has no such argument
+    ops, isa = cpu_ops(), cpu_instructions(torch.bfloat16, timed.block_size, SHAPE.head_dim)
     starts, lengths = batch.bounds()
-    some = torch.randn(1, SHAPE.kv_heads, 2 * pages[1], SHAPE.head_dim).bfloat16()
-    key, value = some.repeat(pages[0], 1, 1, 1).chunk(2, dim=2)
+    some = torch.randn(1, SHAPE.kv_heads, 2 * timed.block_size, SHAPE.head_dim).bfloat16()
+    stored = some.to(torch.float8_e4m3fn).view(torch.uint8) if is_fp8 else some
+    key, value = stored.repeat(timed.requests.blocks, 1, 1, 1).chunk(2, dim=2)
     schedule = ops.cpu_attn_get_scheduler_metadata(
         num_reqs=len(batch.requests), num_heads=SHAPE.query_heads, num_kv_heads=SHAPE.kv_heads,
         head_dim=SHAPE.head_dim, seq_lens=lengths, dtype=torch.bfloat16, query_start_loc=starts, causal=True,
-        sliding_window_size=-1, isa=isa, enable_kv_split=True,
+        sliding_window_size=-1, isa=isa, enable_kv_split=True, **coding,
     )  # fmt: skip
     output = torch.empty_like(query)
 
     def run() -> None:
-        ops.cpu_attn_reshape_and_cache(*new, key, value, batch.slots, isa)
+        ops.cpu_attn_reshape_and_cache(timed.key, timed.value, key, value, batch.slots, isa, **coding)
         ops.cpu_attention_with_kv_cache(
             query=query, key_cache=key, value_cache=value, output=output, query_start_loc=starts, seq_lens=lengths,
             scale=SHAPE.head_dim**-0.5, causal=True, alibi_slopes=None, sliding_window=-1,
-            block_table=batch.block_table, softcap=0, scheduler_metadata=schedule, s_aux=None,
+            block_table=batch.block_table, softcap=0, scheduler_metadata=schedule, s_aux=None, **coding,
         )  # fmt: skip
 
     return run
 
 
 def time_step(timed: TimedBatch) -> Iterator[Check | Times]:
-    """Compare a step with the reference; then, if it is right, time it beside bf16's, in turns."""
+    """Compare a step with the reference; then, if it is right, time it beside bf16's and fp8's, in turns."""
     packed = timed.packed()
     packed()
     check = timed.check()
     yield check
     if not check.is_right:
         return
-    of_bf16 = bf16_on_cuda if timed.device.type == "cuda" else bf16_on_cpu
-    bf16 = of_bf16(timed.batch, timed.query, (timed.key, timed.value), (timed.requests.blocks, timed.block_size))
-    sides = [packed] if bf16 is None else [packed, bf16]
-    seconds = _on_cuda(sides) if timed.device.type == "cuda" else _on_cpu(sides)
-    yield Times(seconds[0] * 1e6, seconds[1] * 1e6 if bf16 else None)
+    is_cuda = timed.device.type == "cuda"
+    dense = dense_on_cuda if is_cuda else dense_on_cpu
+    sides = {dtype: side for dtype in ("bf16", "fp8") if (side := dense(timed, dtype)) is not None}
+    seconds = (_on_cuda if is_cuda else _on_cpu)([packed, *sides.values()])
+    found = dict(zip(sides, seconds[1:], strict=True))
+    yield Times(seconds[0] * 1e6, *(found[dtype] * 1e6 if dtype in found else None for dtype in ("bf16", "fp8")))
+
+
+def copy_rate(device: torch.device) -> float:
+    """Return the bytes a second that a copy within the device's memory moves, read and written: of a GPU its median, of
+    a CPU its fastest."""
+    source = torch.zeros(COPIED_BYTES[device.type], dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+
+    def run() -> None:
+        target.copy_(source)
+
+    (seconds,) = (_on_cuda if device.type == "cuda" else _on_cpu)([run])
+    return 2 * source.numel() / seconds
+
+
+def describe_timed(device: torch.device) -> dict[str, float]:
+    """Return the layer and the batch that are timed on a device, and the rate of a copy there, in bytes a second."""
+    requests, tokens, block_size = SIZES[device.type]
+    return {
+        "requests": requests, "context": tokens, "block_size": block_size, "query_heads": SHAPE.query_heads,
+        "kv_heads": SHAPE.kv_heads, "head_dim": SHAPE.head_dim, "window": SHAPE.window, "copy_rate": copy_rate(device),
+    }  # fmt: skip
 
 
 def _on_cpu(sides: list[Callable[[], None]]) -> list[float]:
