@@ -31,6 +31,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import torch
 import transformers
 from format_error import print_table
+from llama_codes import BITS, read_back
 from packed_kv import FORMATS
 from packed_kv.calibration_file import Calibration, load
 from packed_kv.channel_calibration import LayerCalibration
@@ -47,6 +48,7 @@ from transformers import AttentionInterface, DynamicCache, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 BAND, FP8 = 1024, "fp8"
+OTHERS = (FP8, *BITS)
 
 
 class FarPacked:
@@ -83,11 +85,14 @@ class FarPacked:
         return sdpa_attention_forward(module, query, keys, values, both, **{**options, "is_causal": False})
 
 
-class Fp8:
-    """A codec that rounds to e4m3."""
+class Other:
+    """A code of `OTHERS`, in a codec's place."""
+
+    def __init__(self, code: str) -> None:
+        self.code = code
 
     def encode(self, x: torch.Tensor, _positions: torch.Tensor) -> torch.Tensor:
-        return through_e4m3(x)
+        return through_e4m3(x) if self.code == FP8 else read_back(self.code, x)
 
     def decode(self, x: torch.Tensor, _positions: torch.Tensor) -> torch.Tensor:
         return x
@@ -95,8 +100,8 @@ class Fp8:
 
 def layer_codecs(dtype: str, cache: DynamicCache, file: Calibration | None) -> Mapping[int, Any]:
     """A codec for each layer of the cache, with what it takes of a calibration file."""
-    if dtype == FP8:
-        return dict.fromkeys(range(len(cache.layers)), SimpleNamespace(key=Fp8(), value=Fp8()))
+    if dtype in OTHERS:
+        return dict.fromkeys(range(len(cache.layers)), SimpleNamespace(key=Other(dtype), value=Other(dtype)))
     fmt, found = FORMATS[dtype], {}
     for number, layer in enumerate(cache.layers):
         known = file.layers[number].taken_by(fmt) if file else LayerCalibration()
@@ -119,7 +124,7 @@ def energy_left(cache: DynamicCache, file: Calibration) -> list[float]:
 
 @dataclass(frozen=True)
 class Case:
-    """Setting of a mean KL divergence; `file`: the calibration's path, "" without one."""
+    """Setting of KL divergences; `file`: the calibration's path, "" without one."""
 
     dtype: str
     file: str
@@ -128,23 +133,30 @@ class Case:
 
 
 class Results:
-    """Mean KL divergence by case and window, in a file if there is a path, which an earlier run may have begun."""
+    """KL divergences of the tokens scored by case and window, in a file if there is a path, which an earlier run may
+    have begun."""
 
     def __init__(self, path: Path | None) -> None:
         self.path = path
         rows = read_json(path) if path and path.exists() else []
-        self.kl = {(Case(**row["case"]), row["window"]): row["kl"] for row in rows}
+        self.kl: dict[tuple[Case, str], list[float]] = {(Case(**row["case"]), row["window"]): row["kl"] for row in rows}
 
-    def add(self, case: Case, window: str, kl: float) -> None:
+    def add(self, case: Case, window: str, kl: list[float]) -> None:
         self.kl[case, window] = kl
 
     def save(self) -> None:
         if self.path:
             rows = [{"case": asdict(case), "window": window, "kl": kl} for (case, window), kl in self.kl.items()]
-            replace_file(self.path, (json.dumps(rows, indent=1) + "\n").encode())
+            lines = ",\n".join(map(json.dumps, rows))
+            replace_file(self.path, f"[{lines}]\n".encode())
 
     def of(self, case: Case, windows: Sequence[str]) -> list[float]:
-        return [self.kl[case, window] for window in windows]
+        """Mean of each window."""
+        return [statistics.fmean(self.kl[case, window]) for window in windows]
+
+    def tail(self, case: Case, windows: Sequence[str]) -> float:
+        """The 99.9th percentile over all windows."""
+        return torch.tensor([kl for window in windows for kl in self.kl[case, window]]).quantile(0.999).item()
 
 
 def ratio(ours: Sequence[float], others: Sequence[float]) -> str:
@@ -157,7 +169,7 @@ def ratio(ours: Sequence[float], others: Sequence[float]) -> str:
 
 
 def measure(run: FarPacked, ids: torch.Tensor, cases: Sequence[Case], files: Mapping[str, Calibration | None]) -> Any:
-    """The cache of a prompt and the tokens scored behind it, int64 [1, tokens], and each case's mean KL divergence."""
+    """The cache of a prompt and the tokens scored behind it, int64 [1, tokens], and their KL divergences by case."""
     prompt, cache = cases[0].prompt, DynamicCache()
     scored, found = ids.shape[1] - prompt, {}
     with torch.inference_mode():
@@ -166,7 +178,7 @@ def measure(run: FarPacked, ids: torch.Tensor, cases: Sequence[Case], files: Map
         exact = run.log_probs(ids, cache, scored)
         for case in cases:
             run.codecs, run.recent = layer_codecs(case.dtype, cache, files[case.file]), case.recent
-            found[case] = token_kl(exact, run.log_probs(ids, cache, scored)).mean().item()
+            found[case] = token_kl(exact, run.log_probs(ids, cache, scored)).tolist()
     return cache, found
 
 
@@ -177,7 +189,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     add("model", help="folder")
     add("--text", nargs="+", required=True, metavar="FILE")
     add("--calibration", nargs="+", required=True, metavar="FILE")
-    add("--dtypes", nargs="+", choices=[*FORMATS, FP8], default=["tq4", "isoquant4", "tq3"], metavar="DTYPE")
+    add("--dtypes", nargs="+", choices=[*FORMATS, *OTHERS], default=["tq4", "isoquant4", "tq3"], metavar="DTYPE")
     add("--lengths", nargs="+", type=int, default=[1000, 3500, 7500], metavar="N", help="tokens of prompts")
     add("--windows", type=int, default=1, help="of each text (default: %(default)s)")
     add("--scored", type=int, default=128, help="tokens behind a prompt (default: %(default)s)")
@@ -197,12 +209,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
         windows |= {f"{Path(path).stem} {number}": piece for number, piece in enumerate(pieces)}
 
     def cases(length: int) -> list[Case]:
-        """Rounding to fp8 knows neither file nor window."""
+        """Those of our dtypes, then others, which know neither file nor window."""
         of_ours = [
             Case(dtype, file, recent, length)
-            for dtype in options.dtypes for file in files for recent in options.recent if dtype != FP8
+            for dtype in options.dtypes for file in files for recent in options.recent if dtype not in OTHERS
         ]  # fmt: skip
-        return [*of_ours, *([Case(FP8, "", 0, length)] if FP8 in options.dtypes else [])]
+        return [*of_ours, *(Case(dtype, "", 0, length) for dtype in options.dtypes if dtype in OTHERS)]
 
     results = Results(options.output)
     left: dict[str, list[list[float]]] = {path: [] for path in options.calibration}
@@ -232,13 +244,20 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def print_results(
     options: argparse.Namespace, results: Results, windows: Sequence[str], cases: Mapping[int, Sequence[Case]]
 ) -> None:
-    """KL divergence by prompt length, and its ratios to that without a file and to rounding to fp8."""
-    rows = []
+    """KL divergence by prompt length, and its ratios to that without a file, with the first one and of fp8."""
+    first, rows = options.calibration[0], []
+    several = len(options.calibration) > 1
     for line in zip(*cases.values(), strict=True):
         found = [results.of(case, windows) for case in line]
         plain = [results.of(replace(case, file=""), windows) for case in line]
         cells = [f"{statistics.fmean(kl):.4f}" for kl in found]
+        cells += [f"{results.tail(case, windows):.4f}" for case in line]
         cells += [ratio(*pair) for pair in zip(found, plain, strict=True)]
+        if several:
+            cells += [
+                ratio(kl, results.of(replace(case, file=first), windows)) if case.file else ""
+                for kl, case in zip(found, line, strict=True)
+            ]
         if FP8 in options.dtypes:
             cells += [
                 ratio(kl, results.of(Case(FP8, "", 0, case.prompt), windows))
@@ -246,7 +265,8 @@ def print_results(
             ]
         rows.append([line[0].dtype, line[0].file or "no file", str(line[0].recent), *cells])
     lengths = [f"{length:,}" for length in cases]
-    titles = ["KL at", "of no file's at", *(["of fp8's at"] if FP8 in options.dtypes else [])]
+    titles = ["KL at", "p99.9 at", "of no file's at", *([f"of {first}'s at"] if several else [])]
+    titles += ["of fp8's at"] if FP8 in options.dtypes else []
     header = ["dtype", "file", "window", *(f"{title} {length}" for title in titles for length in lengths)]
     print_table(header, rows, options.markdown)
 

@@ -62,7 +62,19 @@ def test_tables(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = write(tmp_path, content(6, 2, 128, version=2))
     text = tmp_path / "text"
     text.write_text("The quick brown fox jumps over the lazy dog. " * 100)
-    arguments = ["--text", str(text), "--calibration", str(file), "--lengths", "200", "300", "--dtypes", "tq4", "fp8"]
+    arguments = [
+        "--text",
+        str(text),
+        "--calibration",
+        str(file),
+        "--lengths",
+        "200",
+        "300",
+        "--dtypes",
+        "tq4",
+        "fp8",
+        "q4_0",
+    ]
     arguments += ["--output", str(tmp_path / "kl.json"), "--recent", "64", "0"]
     long_context.main([str(DEMO_MODEL), *arguments])
     _, energy, kl = capsys.readouterr().out.strip().replace("text 0, 300\n", "\n\n").split("\n\n")
@@ -70,11 +82,13 @@ def test_tables(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     lines = [line.replace("no file", "none").split() for line in kl.splitlines()[1:]]
     assert [line[:3] for line in lines] == [
         ["tq4", "none", "64"], ["tq4", "none", "0"], ["tq4", str(file), "64"], ["tq4", str(file), "0"],
-        ["fp8", "none", "0"],
+        ["fp8", "none", "0"], ["q4_0", "none", "0"],
     ]  # fmt: skip
-    near, all_packed, ours, _, fp8 = lines
-    assert near[5:7] == ["1.00", "1.00"] and float(ours[5]) > 1.5, "random means do harm"
-    assert float(all_packed[3]) > float(near[3]) > 0 and fp8[7:] == ["1.00", "1.00"] != near[7:]
+    near, all_packed, ours, _, fp8, q4_0 = lines
+    assert near[7:9] == ["1.00", "1.00"] and float(ours[7]) > 1.5, "random means do harm"
+    assert float(all_packed[3]) > float(near[3]) > 0 and fp8[9:] == ["1.00", "1.00"] != near[9:]
+    assert float(q4_0[3]) > float(fp8[3]), "fp8 has twice the bits"
+    assert all(float(line[5]) > 2 * float(line[3]) for line in lines), "the tail is beyond the mean"
     long_context.main([str(DEMO_MODEL), *arguments])
     again = capsys.readouterr().out.strip()
     assert again == kl.strip(), "nothing is measured twice"
