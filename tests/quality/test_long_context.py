@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
 
 import long_context
 import pytest
@@ -11,6 +10,9 @@ import tiny_models
 import torch
 from calibration_files import content, write
 from checkout import DEMO_MODEL
+from packed_kv import FORMATS
+from packed_kv.channel_calibration import ChannelCalibration
+from packed_kv.codecs.pages import PagedCodec
 from packed_kv.layout import RECENT_TOKENS
 from packed_kv.transformers import CACHE_ARGUMENT
 from torch.testing import assert_close
@@ -18,19 +20,6 @@ from tq_calibrate.collect import ATTENTION, Collector
 from transformers import AutoModelForCausalLM, DynamicCache
 
 SCORED, LENGTH = 20, 200
-
-
-class Shifted:
-    """In the place of a codec: gives back vectors as they were, plus a constant."""
-
-    def __init__(self, by: float) -> None:
-        self.by = by
-
-    def encode(self, x: torch.Tensor, _positions: torch.Tensor) -> torch.Tensor:
-        return x
-
-    def decode(self, x: torch.Tensor, _positions: torch.Tensor) -> torch.Tensor:
-        return x + self.by
 
 
 def test_far_tokens_are_read_from_codecs_and_near_ones_as_they_are() -> None:
@@ -41,8 +30,7 @@ def test_far_tokens_are_read_from_codecs_and_near_ones_as_they_are() -> None:
     ids = torch.randint(tiny_models.VOCAB, (1, LENGTH), generator=torch.Generator().manual_seed(1))
 
     def with_codecs(ids: torch.Tensor, by: float) -> torch.Tensor:
-        codec = SimpleNamespace(key=Shifted(0.0), value=Shifted(by))
-        run.codecs = dict.fromkeys(range(len(cache.layers)), codec)
+        run.codecs = dict.fromkeys(range(len(cache.layers)), lambda key, value: (key, value + by))
         found = run.log_probs(ids, cache, SCORED)
         run.codecs = {}
         return found
@@ -77,7 +65,7 @@ def test_tables(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     ]
     arguments += ["--output", str(tmp_path / "kl.json"), "--recent", "64", "0"]
     long_context.main([str(DEMO_MODEL), *arguments])
-    _, energy, kl = capsys.readouterr().out.strip().replace("text 0, 300\n", "\n\n").split("\n\n")
+    _, energy, kl = capsys.readouterr().out.strip().replace("text 0, 300\ntext 0, 200\n", "\n\n").split("\n\n")
     assert energy.split() == ["energy", "left", "from", "0", str(file), energy.split()[-1]]
     lines = [line.replace("no file", "none").split() for line in kl.splitlines()[1:]]
     assert [line[:3] for line in lines] == [
@@ -92,3 +80,24 @@ def test_tables(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     long_context.main([str(DEMO_MODEL), *arguments])
     again = capsys.readouterr().out.strip()
     assert again == kl.strip(), "nothing is measured twice"
+
+
+@pytest.mark.parametrize("dtype", ["tq4", "turboquant25"])
+def test_kernels_read_back_what_the_reference_does(dtype: str) -> None:
+    """K less a mean of its own at position 0, in a block that is not full."""
+    generator = torch.Generator().manual_seed(1)
+    key, value = torch.randn(2, 37, 3, 64, generator=generator)
+    means = ChannelCalibration(mean=torch.randn(3, 64, generator=generator), first_mean=torch.randn(3, 64))
+    codec = PagedCodec(FORMATS[dtype], 64, means)
+    expected, found = (through(codec)(key, value) for through in long_context.CODECS.values())
+    assert_close(found, expected, rtol=1e-6, atol=1e-6)
+    assert 0.01 < (found[0] - key).square().mean() < 0.3
+
+
+def test_prompts_in_another_dtype_leave_a_cache_in_fp32() -> None:
+    Collector()
+    model = AutoModelForCausalLM.from_config(tiny_models.llama(), attn_implementation=ATTENTION).eval()
+    run = long_context.FarPacked(model.bfloat16())
+    cache = long_context.prefill(run.model, list(range(40)))
+    assert {x.dtype for layer in cache.layers for x in (layer.keys, layer.values)} == {torch.float32}
+    assert cache.get_seq_length() == 40
