@@ -122,9 +122,10 @@ def through_other(code: str) -> ReadBack:
 
 
 def layer_codecs(
-    dtype: str, cache: DynamicCache, file: Calibration | None, codec: str = "reference"
+    dtype: str, cache: DynamicCache, tokens: int, file: Calibration | None, codec: str = "reference"
 ) -> Mapping[int, ReadBack]:
-    """What reads back keys and values of each layer of the cache, with what it takes of a calibration file.
+    """What reads back up to `tokens` keys and values of each layer of the cache, with what it takes of a calibration
+    file.
 
     codec: of `CODECS`.
     """
@@ -133,7 +134,8 @@ def layer_codecs(
     fmt, found = FORMATS[dtype], {}
     for number, layer in enumerate(cache.layers):
         known = file.layers[number].taken_by(fmt) if file else LayerCalibration()
-        found[number] = CODECS[codec](PagedCodec(fmt, layer.keys.shape[-1], known.key, known.value))
+        of_layer = PagedCodec(fmt, layer.keys.shape[-1], known.key, known.value, positions=tokens)
+        found[number] = CODECS[codec](of_layer)
     return found
 
 
@@ -269,12 +271,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for length, missing in wanted.items():
             if not missing:
                 continue
-            cache.crop(length)
+            if behind := cache.get_seq_length() - length:
+                cache.crop(-behind)
             if length == lengths[0]:
                 for path in options.calibration:
                     left[path].append(energy_left(cache, load(path)))
             ids = torch.tensor([window[: length + options.scored]])
-            codecs = ((case.recent, layer_codecs(case.dtype, cache, files[case.file], options.codec))
+            codecs = ((case.recent, layer_codecs(case.dtype, cache, ids.shape[1], files[case.file], options.codec))
                       for case in missing)  # fmt: skip
             for case, kl in zip(missing, measure(run, cache, ids, codecs), strict=True):
                 results.add(case, name, kl)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import long_context
 import pytest
@@ -10,10 +11,9 @@ import tiny_models
 import torch
 from calibration_files import content, write
 from checkout import DEMO_MODEL
-from packed_kv import FORMATS
-from packed_kv.channel_calibration import ChannelCalibration
-from packed_kv.codecs.pages import PagedCodec
-from packed_kv.layout import RECENT_TOKENS
+from packed_kv.channel_calibration import ChannelCalibration, LayerCalibration
+from packed_kv.layout import MEAN_BLOCK, RECENT_TOKENS
+from packed_kv.model.rope import Rope
 from packed_kv.transformers import CACHE_ARGUMENT
 from torch.testing import assert_close
 from tq_calibrate.collect import ATTENTION, Collector
@@ -84,14 +84,21 @@ def test_tables(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.parametrize("dtype", ["tq4", "turboquant25"])
 def test_kernels_read_back_what_the_reference_does(dtype: str) -> None:
-    """K less a mean of its own at position 0, in a block that is not full."""
-    generator = torch.Generator().manual_seed(1)
-    key, value = torch.randn(2, 37, 3, 64, generator=generator)
-    means = ChannelCalibration(mean=torch.randn(3, 64, generator=generator), first_mean=torch.randn(3, 64))
-    codec = PagedCodec(FORMATS[dtype], 64, means)
-    expected, found = (through(codec)(key, value) for through in long_context.CODECS.values())
-    assert_close(found, expected, rtol=1e-6, atol=1e-6)
-    assert 0.01 < (found[0] - key).square().mean() < 0.3
+    """K less the means of two blocks of positions, and of position 0, of a layer of a cache."""
+    tokens = MEAN_BLOCK + 37
+    vectors = torch.randn(4, tokens, 3, 64, generator=torch.Generator().manual_seed(1))
+    rope = Rope(tuple((1e4 ** (-torch.arange(32) / 32)).tolist()), interleaved=False)
+    mean, first = vectors[2:, 0].tolist()
+    key = ChannelCalibration(list(range(32)), list(range(64)), mean, first, rope=rope)
+    file = SimpleNamespace(layers=[LayerCalibration(key, ChannelCalibration(list(range(32)), list(range(64))))])
+    cache = DynamicCache()
+    cache.update(*(x.transpose(0, 1)[None] for x in vectors[:2]), 0)
+    kernels, reference = (
+        long_context.layer_codecs(dtype, cache, tokens, file, codec)[0](*vectors[:2])
+        for codec in ("kernels", "reference")
+    )
+    assert_close(kernels, reference, rtol=1e-6, atol=1e-6)
+    assert (kernels[0] - vectors[0]).square().mean() < 0.3
 
 
 def test_prompts_in_another_dtype_leave_a_cache_in_fp32() -> None:
