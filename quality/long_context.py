@@ -234,6 +234,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     add("--scored", type=int, default=128, help="tokens behind a prompt (default: %(default)s)")
     add("--recent", nargs="+", type=int, default=[RECENT_TOKENS], metavar="N",
         help="tokens that are read as they are (default: %(default)s)")  # fmt: skip
+    add("--files-only", action="store_true", help="do not measure our dtypes without a file, too")
     add("--codec", choices=CODECS, default="reference")
     add("--prompt-dtype", default="float32", metavar="T", help="what prompts are prefilled in (default: %(default)s)")
     add("--output", type=Path, metavar="FILE")
@@ -256,7 +257,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         """Those of our dtypes, then others, which know neither file nor window."""
         of_ours = [
             Case(dtype, file, recent, length)
-            for dtype in options.dtypes for file in files for recent in options.recent if dtype not in OTHERS
+            for dtype in options.dtypes for file in files for recent in options.recent
+            if dtype not in OTHERS and (file or not options.files_only)
         ]  # fmt: skip
         return [*of_ours, *(Case(dtype, "", 0, length) for dtype in options.dtypes if dtype in OTHERS)]
 
@@ -301,10 +303,12 @@ def print_results(
     several = len(options.calibration) > 1
     for line in zip(*cases.values(), strict=True):
         found = [results.of(case, windows) for case in line]
-        plain = [results.of(replace(case, file=""), windows) for case in line]
         cells = [f"{statistics.fmean(kl):.4f}" for kl in found]
         cells += [f"{results.tail(case, windows):.4f}" for case in line]
-        cells += [ratio(*pair) for pair in zip(found, plain, strict=True)]
+        if not options.files_only:
+            cells += [
+                ratio(kl, results.of(replace(case, file=""), windows)) for kl, case in zip(found, line, strict=True)
+            ]
         if several:
             cells += [
                 ratio(kl, results.of(replace(case, file=first), windows)) if case.file else ""
@@ -317,7 +321,8 @@ def print_results(
             ]
         rows.append([line[0].dtype, line[0].file or "no file", str(line[0].recent), *cells])
     lengths = [f"{length:,}" for length in cases]
-    titles = ["KL at", "p99.9 at", "of no file's at", *([f"of {first}'s at"] if several else [])]
+    titles = ["KL at", "p99.9 at", *([] if options.files_only else ["of no file's at"])]
+    titles += [f"of {first}'s at"] if several else []
     titles += ["of fp8's at"] if FP8 in options.dtypes else []
     header = ["dtype", "file", "window", *(f"{title} {length}" for title in titles for length in lengths)]
     print_table(header, rows, options.markdown)

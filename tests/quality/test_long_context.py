@@ -80,6 +80,10 @@ def test_tables(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     long_context.main([str(DEMO_MODEL), *arguments])
     again = capsys.readouterr().out.strip()
     assert again == kl.strip(), "nothing is measured twice"
+    long_context.main([str(DEMO_MODEL), *arguments, "--files-only", "--calibration", str(file), str(file)])
+    titles, *lines = capsys.readouterr().out.strip().splitlines()
+    assert "of no file's" not in titles and f"of {file}'s at 300" in titles
+    assert [line.split()[7:9] for line in lines[:2]] == [["1.00", "1.00"]] * 2
 
 
 @pytest.mark.parametrize("dtype", ["tq4", "turboquant25"])
