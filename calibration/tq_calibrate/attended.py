@@ -1,12 +1,9 @@
-"""Attention weights of distant keys: how much an error of each key costs, and how much each query makes of it.
+"""Attention weights of distant keys: how much an error of each key costs, which weighs K's means and variances.
 
 An error e of key j moves a score of query i by q_i . e, and the attention's output o_i by about p_ij (q_i . e) (v_j -
 o_i), where p_ij is the attention weight of the pair. The weight of a key is the sum of p_ij^2 over queries; v_j - o_i
 makes no measurable difference (docs/tried.md). In most layers a few keys (of delimiters, say) have most of the weight,
-and they differ from the mean of all keys. Keys' weights weigh K's means and variances.
-
-The weight of a query is the sum of p_ij^2 over keys. It weighs queries' second moments: a query that attends only to
-near tokens, or to many tokens a little, gets nothing of an error of K.
+and they differ from the mean of all keys.
 
 Keys nearer than `NEAR` are left out: the recent window holds them raw, and they would outweigh all others.
 """
@@ -16,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import NamedTuple
 
 import torch
 
@@ -42,19 +38,10 @@ class Scores:
     sinks: torch.Tensor | None = None
 
 
-class FarWeights(NamedTuple):
-    """Sums of squared attention weights over pairs of a query and a key at least `NEAR` tokens before it: of each key
-    over queries, fp32 [tokens, KV heads], and of each query over keys, fp32 [tokens, heads].
-
-    Position 0 has none, as a key has a mean of its own there. Queries that are not sampled have 0.
-    """
-
-    keys: torch.Tensor
-    queries: torch.Tensor
-
-
-def attention_from_afar(query: torch.Tensor, key: torch.Tensor, positions: torch.Tensor, scores: Scores) -> FarWeights:
-    """Weights of keys and of the sampled queries, each `STRIDE`-th.
+def attention_from_afar(
+    query: torch.Tensor, key: torch.Tensor, positions: torch.Tensor, scores: Scores
+) -> torch.Tensor:
+    """Sum of squared attention weights that each key gets from queries at least `NEAR` tokens later.
 
     Args:
         query: float [tokens, heads, head_dim] of whole sequences, one behind the other.
@@ -63,17 +50,16 @@ def attention_from_afar(query: torch.Tensor, key: torch.Tensor, positions: torch
         scores: how the layer attends.
 
     Returns:
-        the weights; 0 for all of sequences up to `NEAR` tokens.
+        fp32 [tokens, KV heads]. Keys of position 0 get 0, as do all of sequences up to `NEAR` tokens.
     """
-    weights = FarWeights(*(torch.zeros(x.shape[:2], dtype=torch.float32, device=key.device) for x in (key, query)))
+    weights = torch.zeros(key.shape[:2], dtype=torch.float32, device=key.device)
     heads = query.shape[1] // key.shape[1]
     for tokens in _sequences(positions):
         for head in range(key.shape[1]):  # one at a time, or scores of long sequences would fill the memory
             own = slice(head * heads, (head + 1) * heads)
             sinks = None if scores.sinks is None else scores.sinks[own]
-            found = _of_a_sequence(query[tokens, own], key[tokens, head], positions[tokens], scores, sinks)
-            weights.keys[tokens, head], weights.queries[tokens, own] = found
-    return weights
+            weights[tokens, head] = _of_a_sequence(query[tokens, own], key[tokens, head], scores, sinks)
+    return weights.masked_fill_((positions == 0).unsqueeze(1), 0)
 
 
 def _sequences(positions: torch.Tensor) -> Iterator[slice]:
@@ -81,14 +67,10 @@ def _sequences(positions: torch.Tensor) -> Iterator[slice]:
     return (slice(start, end) for start, end in pairwise(starts) if end - start > NEAR)
 
 
-def _of_a_sequence(
-    query: torch.Tensor, key: torch.Tensor, positions: torch.Tensor, scores: Scores, sinks: torch.Tensor | None
-) -> FarWeights:
-    """Weights of one KV head's keys [tokens, head_dim] and of its queries [tokens, heads, head_dim], fp32 [tokens] and
-    [tokens, heads]."""
+def _of_a_sequence(query: torch.Tensor, key: torch.Tensor, scores: Scores, sinks: torch.Tensor | None) -> torch.Tensor:
+    """Weights fp32 [tokens] of one head's keys [tokens, head_dim], from `query` [tokens, heads, head_dim]."""
     asked, at = torch.arange(NEAR, len(key), STRIDE, device=key.device), torch.arange(len(key), device=key.device)
-    of_keys, of_queries = (torch.zeros(x.shape[:-1], dtype=torch.float32, device=key.device) for x in (key, query))
-    keys, first = key.float().T, positions == 0
+    weights, keys = torch.zeros(len(key), dtype=torch.float32, device=key.device), key.float().T
     for rows in asked.split(max(1, TILE // query.shape[1])):
         products = query[rows].float().transpose(0, 1) @ keys * scores.scale  # [heads, queries, keys]
         if scores.soft_cap:
@@ -97,8 +79,6 @@ def _of_a_sequence(
         products.masked_fill_((behind < 0) | (behind >= (scores.window or len(key))), -torch.inf)
         if sinks is not None:
             products = torch.cat((products, sinks.float().view(-1, 1, 1).expand(-1, len(rows), 1)), -1)
-        attention = products.softmax(-1)[..., : len(key)].masked_fill((behind < NEAR) | first, 0)
-        squares = attention.square()
-        of_keys += squares.sum((0, 1))
-        of_queries[rows] = squares.sum(-1).T
-    return FarWeights(of_keys, of_queries)
+        attention = products.softmax(-1)[..., : len(key)].masked_fill(behind < NEAR, 0)
+        weights += attention.square().sum((0, 1))
+    return weights

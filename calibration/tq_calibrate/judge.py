@@ -15,6 +15,7 @@ import torch
 
 from .choose import LayerChoice
 from .errors import UserError
+from .latents import of_latents
 from .statistics import LayerStatistics
 from .sums import LayerSums, Sums
 
@@ -37,7 +38,7 @@ class Verdict(NamedTuple):
 def judge(held: Sums, layers: dict[int, LayerStatistics], choices: dict[int, LayerChoice]) -> Verdict:
     """Compare the choices for `layers`, made from a text, with none, on sums over another text."""
     of_layers = [
-        _of_layer(held.layers[layer], held.of_layer(layer), layers[layer], choice) for layer, choice in choices.items()
+        _of_layer(held.layers[layer], layers[layer], choice, held.has_latents) for layer, choice in choices.items()
     ]
     return Verdict(*torch.tensor(of_layers, dtype=torch.float64).log().mean(0).exp().tolist())
 
@@ -57,8 +58,8 @@ def check(verdict: Verdict, text: str) -> str:
     return ""
 
 
-def _of_layer(held: LayerSums, found: LayerStatistics, seen: LayerStatistics, choice: LayerChoice) -> list[float]:
-    """Figures of `Verdict` of a layer. `found`: what `held` comes to; `seen`: of the text."""
+def _of_layer(held: LayerSums, seen: LayerStatistics, choice: LayerChoice, has_latents: bool) -> list[float]:
+    found = of_latents(held.statistics()) if has_latents else held.statistics()
     channels = found.key_energy.shape[1]  # of latents, less RoPE's
     plain, stored = (
         held.squares_about(mean, rope)[:, :channels]

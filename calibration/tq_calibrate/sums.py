@@ -76,23 +76,18 @@ class Sums:
 
         even: share of the weights of K's mean and variance that is equal for all keys.
         """
-        layers = {layer: self.of_layer(layer, even) for layer in sorted(self.layers)}
+        layers = {layer: sums.statistics(even) for layer, sums in sorted(self.layers.items())}
+        if self.has_latents:
+            layers = {layer: of_latents(found) for layer, found in layers.items()}
         check_head_sizes(layers)
         statistics = Statistics(layers, max(sums.tokens for sums in self.layers.values()))
         check_finite(statistics)
         return statistics
 
-    def of_layer(self, layer: int, even: float = EVEN) -> LayerStatistics:
-        """The means of a layer; of latents, queries count alike: a latent is V, too."""
-        if self.has_latents:
-            return of_latents(self.layers[layer].statistics(even, even_queries=1.0))
-        return self.layers[layer].statistics(even)
-
 
 class LayerSums:
     """Sums of one layer, float64 [KV heads, head_size]; `head_sizes` are K's and V's. Those before RoPE are
-    `sums_before_rope`, float64 [KV heads, ropes, 5 / 2 head_size]; every eighth query is in them. Sums over queries are
-    weighed by `attended`, and unweighed for heads that attend to nothing afar.
+    `sums_before_rope`, float64 [KV heads, ropes, 5 / 2 head_size]; every eighth query is in them.
 
     Keys of position 0 are summed separately: they are stored minus a mean of their own and differ from all others
     (small, and heavily attended). Queries of position 0 are left out, as they see only one key.
@@ -107,13 +102,11 @@ class LayerSums:
     ) -> None:
         self.ropes = [rope for rope in ropes if 2 * len(rope.rope.frequencies) <= head_sizes[0]]  # of its kind of layer
         self.value_weight = output_columns.double().view(kv_heads, -1, head_sizes[1]).sum(1)
-        zeros = torch.zeros(8, kv_heads, head_sizes[0], dtype=torch.float64, device=self.value_weight.device)
+        zeros = torch.zeros(7, kv_heads, head_sizes[0], dtype=torch.float64, device=self.value_weight.device)
         self.key, self.key_squares, self.first_key, self.query_squares, self.key_max = zeros[:5]
-        self.attended_key, self.attended_squares, self.attending_squares = zeros[5:]
-        before_rope = zeros.new_zeros(4, kv_heads, len(self.ropes), head_sizes[0] * 5 // 2)
-        self.key_before_rope, self.attended_before_rope, self.query_before_rope, self.attending_before_rope = (
-            before_rope
-        )
+        self.attended_key, self.attended_squares = zeros[5:]
+        before_rope = zeros.new_zeros(3, kv_heads, len(self.ropes), head_sizes[0] * 5 // 2)
+        self.key_before_rope, self.attended_before_rope, self.query_before_rope = before_rope
         self.attention = zeros.new_zeros(kv_heads, 1)
         self.value_squares, self.value_max = zeros.new_zeros(2, kv_heads, head_sizes[1])
         self.tokens = self.first_tokens = self.sampled_queries = 0
@@ -129,47 +122,37 @@ class LayerSums:
         later = key[~first].double()
         self.key += later.sum(0)
         self.key_squares += later.square().sum(0)
-        weights = attention_from_afar(query, key, positions, scores)
-        attention = weights.keys[~first].double().unsqueeze(-1)
+        attention = attention_from_afar(query, key, positions, scores)[~first].double().unsqueeze(-1)
         self.attention += attention.sum(0)
         self.attended_key += (attention * later).sum(0)
         self.attended_squares += (attention * later.square()).sum(0)
         asked = positions % STRIDE == 1
         self.sampled_queries += int(asked.sum())
-        attending = weights.queries.any(1)
-        attending_query, attending_weight = query[attending].double(), weights.queries[attending].double()
-        self.attending_squares += self._of_kv_heads(
-            torch.einsum("th,thc->hc", attending_weight, attending_query.square())
-        )
         for at, (rope, *_) in enumerate(self.ropes):
             before = before_rope(later, positions[~first], rope)
             self.key_before_rope[:, at] += sums_before_rope(before, rope)
             self.attended_before_rope[:, at] += sums_before_rope(before, rope, attention[..., 0])
             queries = sums_before_rope(before_rope(query[asked].double(), positions[asked], rope), rope)
             self.query_before_rope[:, at] += queries.unflatten(0, (len(self.key), -1)).mean(1)
-            queries = sums_before_rope(before_rope(attending_query, positions[attending], rope), rope, attending_weight)
-            self.attending_before_rope[:, at] += self._of_kv_heads(queries)
         self.query_squares += _squares(query[~first]).unflatten(0, (len(self.key), -1)).mean(1)
         self.value_squares += _squares(value)
         for largest, seen in ((self.key_max, key), (self.value_max, value)):
             torch.maximum(largest, seen.abs().amax(0).double(), out=largest)
 
-    def statistics(self, even: float = EVEN, even_queries: float = 0.0) -> LayerStatistics:
-        """The means so far. even, even_queries: shares of the weights that are equal for all keys and queries."""
+    def statistics(self, even: float = EVEN) -> LayerStatistics:
+        """The means so far. even: share of the weights that is equal for all keys."""
         later = max(1, self.tokens - self.first_tokens)
         energy = self.key_squares / later
         at = rope_of_layer(self.ropes, self.key_before_rope[..., : self.key.shape[1]], self.key)
         if at is None:
             rope, mean = None, self._weighed(self.key / later, self.attended_key, even)
             squares = self._weighed(energy, self.attended_squares, even)
-            variance = (squares - mean.square()).clamp_min(0.0)
-            weight = self._weighed(self.query_squares / later, self.attending_squares, even_queries)
+            variance, weight = (squares - mean.square()).clamp_min(0.0), self.query_squares / later
         else:
             rope = self.ropes[at]
             means = self._weighed(self.key_before_rope[:, at] / later, self.attended_before_rope[:, at], even)
             mean, variance = means[:, : self.key.shape[1]], stored_squares(means, rope)
-            plain = self.query_before_rope[:, at] / max(1, self.sampled_queries)
-            weight = turned_squares(self._weighed(plain, self.attending_before_rope[:, at], even_queries), rope)
+            weight = turned_squares(self.query_before_rope[:, at] / max(1, self.sampled_queries), rope)
         return LayerStatistics(
             key_energy=energy,
             key_variance=variance,
@@ -196,13 +179,8 @@ class LayerSums:
         own = means[:, : self.key.shape[1]]
         return stored_squares(means, rope) + squares_of_other_mean(own - mean, rope)
 
-    def _of_kv_heads(self, sums: torch.Tensor) -> torch.Tensor:
-        """Sums of query heads, [heads, ..], over those of a KV head, [KV heads, ..]."""
-        return sums.unflatten(0, (len(self.key), -1)).sum(1)
-
     def _weighed(self, alike: torch.Tensor, attended: torch.Tensor, even: float) -> torch.Tensor:
-        """Mix the plain mean `alike` with the attention-weighted one (sum `attended`) where there is attention from
-        afar."""
+        """Mix the plain mean `alike` with the attention-weighted one (sum `attended`) where there is attention."""
         by_attention = attended / self.attention.clamp_min(torch.finfo(torch.float64).tiny)
         return torch.where(self.attention > 0, even * alike + (1 - even) * by_attention, alike)
 

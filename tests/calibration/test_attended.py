@@ -1,4 +1,4 @@
-"""Weights of keys and queries are the squares of the attention that the model pays from afar."""
+"""Weights of keys are the squares of the attention that the model pays them from afar."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from small_models import MAKERS, build
 from tiny_models import VOCAB
 from torch.testing import assert_close
 from tq_calibrate import attended
-from tq_calibrate.attended import NEAR, STRIDE, FarWeights, Scores, attention_from_afar
+from tq_calibrate.attended import NEAR, STRIDE, Scores, attention_from_afar
 from tq_calibrate.collect import ATTENTION, Collector
 from tq_calibrate.sums import Sums
 from transformers import PreTrainedModel
@@ -29,15 +29,13 @@ def model(name: str, attention: str) -> PreTrainedModel:
     return built
 
 
-def squares_from_afar(attention: torch.Tensor) -> FarWeights:
-    """The definition: [heads, queries, keys] of one sequence -> [keys, KV heads] and [queries, heads]."""
+def squares_from_afar(attention: torch.Tensor) -> torch.Tensor:
+    """The definition: [heads, queries, keys] of one sequence -> [keys, KV heads]."""
     asked = torch.arange(attended.NEAR, attention.shape[1], STRIDE)
     far = (asked.unsqueeze(1) - torch.arange(attention.shape[2])) >= attended.NEAR
-    squares = (attention[:, asked] * far).square()
-    squares[..., 0] = 0
-    of_queries = torch.zeros(attention.shape[1::-1])
-    of_queries[asked] = squares.sum(-1).T
-    return FarWeights(squares.sum(1).unflatten(0, (KV_HEADS, -1)).sum(1).T, of_queries)
+    weights = (attention[:, asked] * far).square().sum(1).unflatten(0, (KV_HEADS, -1)).sum(1).T
+    weights[0] = 0
+    return weights
 
 
 @pytest.mark.parametrize("name", ["llama", "sliding", "soft-cap", "sinks"])
@@ -58,11 +56,9 @@ def test_weights_are_those_of_the_models_attention(name: str, monkeypatch: pytes
         attentions = model(name, "eager")(batch, output_attentions=True).attentions
     assert len(found) == len(attentions)
     for layer, attention in enumerate(attentions):
-        of_sequences = map(squares_from_afar, attention)
-        for ours, parts in zip(found[layer], zip(*of_sequences, strict=True), strict=True):
-            expected = torch.cat(parts)
-            assert expected.max() > 0
-            assert_close(ours, expected, rtol=1e-3, atol=1e-5 * float(expected.max()))
+        expected = torch.cat([squares_from_afar(of_sequence) for of_sequence in attention])
+        assert expected.max() > 0
+        assert_close(found[layer], expected, rtol=1e-3, atol=1e-5 * float(expected.max()))
 
 
 def test_tiles_and_sequences_do_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -70,15 +66,10 @@ def test_tiles_and_sequences_do_not_matter(monkeypatch: pytest.MonkeyPatch) -> N
     lengths = (TOKENS, NEAR, 2 * TOKENS)
     query, key = random(sum(lengths), HEADS, HEAD_SIZE, seed=1), random(sum(lengths), KV_HEADS, HEAD_SIZE, seed=2)
     positions = torch.cat([torch.arange(length) for length in lengths])
-    parts = [
+    apart = torch.cat([
         attention_from_afar(*part, Scores(0.125))
         for part in zip(query.split(lengths), key.split(lengths), positions.split(lengths), strict=True)
-    ]
-    keys, queries = (torch.cat(of_sequences) for of_sequences in zip(*parts, strict=True))
+    ])  # fmt: skip
     monkeypatch.setattr(attended, "TILE", 3)
-    found = attention_from_afar(query, key, positions, Scores(0.125))
-    assert_close(found.keys, keys)
-    assert_close(found.queries, queries)
-    short = slice(TOKENS, TOKENS + NEAR)
-    assert not keys[short].any() and keys[1 : TOKENS - NEAR - STRIDE].all()
-    assert not queries[short].any() and queries[NEAR + STRIDE : TOKENS : STRIDE].all()
+    assert_close(attention_from_afar(query, key, positions, Scores(0.125)), apart)
+    assert not apart[TOKENS : TOKENS + NEAR].any() and apart[1 : TOKENS - NEAR - STRIDE].all()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import pytest
 import torch
 from packed_kv.calibration_file import heads_of_rank
@@ -19,40 +17,33 @@ HEADS, SIZE, TOKENS = 8, 64, 2 * NEAR
 ROPES = [ModelRope(Rope((1.0, 0.1, 0.01), interleaved), {}) for interleaved in (False, True)]
 
 
-def sums(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    columns: torch.Tensor,
-    ropes: Sequence[ModelRope] = ROPES,
-) -> Sums:
+def sums(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, columns: torch.Tensor) -> Sums:
     """Return the sums of two layers; queries and keys of the second are twice as large."""
-    seen = Sums(ropes)
+    seen = Sums(ROPES)
     positions = torch.arange(TOKENS)
     for layer in (0, 1):
         seen.add(layer, query * (layer + 1), key * (layer + 1), value, positions, Scores(0.1), columns.flatten)
     return seen
 
 
-@pytest.mark.parametrize("ropes", [ROPES, ()], ids=["RoPE", "no RoPE"])
 @pytest.mark.parametrize(("kv_heads", "ranks"), [(4, 1), (4, 2), (4, 4), (2, 4), (1, 4)])
-def test_ranks_join_to_the_whole_model(kv_heads: int, ranks: int, ropes: Sequence[ModelRope]) -> None:
+def test_ranks_join_to_the_whole_model(kv_heads: int, ranks: int) -> None:
     """With more ranks than KV heads, too: then ranks in a row have the same head and some of its queries each."""
     query, columns = torch.randn(TOKENS, HEADS, SIZE), torch.rand(HEADS, SIZE)
     key, value = torch.randn(2, TOKENS, kv_heads, SIZE)
     constant = torch.randn(kv_heads, SIZE, dtype=torch.float64).expand(TOKENS, -1, -1)
     key += before_rope(constant, -torch.arange(TOKENS), ROPES[1].rope).float()
-    whole = sums(query, key, value, columns, ropes)
+    whole = sums(query, key, value, columns)
     parts = []
     for rank in range(ranks):
         own = heads_of_rank(list(range(kv_heads)), max(1, kv_heads // ranks), ranks, rank)
         queries = slice(rank * HEADS // ranks, (rank + 1) * HEADS // ranks)
-        parts.append((rank, sums(query[:, queries], key[:, own], value[:, own], columns[queries], ropes)))
+        parts.append((rank, sums(query[:, queries], key[:, own], value[:, own], columns[queries])))
     joined = join_ranks(reversed(parts), kv_heads).statistics()
     assert joined.tokens == TOKENS
     for layer, expected in whole.statistics().layers.items():
         figures, rope = vars(expected), expected.rope
-        assert joined.layers[layer].rope == rope == (ropes[1] if ropes else None)
+        assert joined.layers[layer].rope == rope == ROPES[1]
         for name in figures.keys() - {"rope"}:
             assert_close(getattr(joined.layers[layer], name), figures[name])
 

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
-from packed_kv.model.rope import Rope
 from torch.testing import assert_close
-from tq_calibrate.attended import NEAR, STRIDE, Scores, attention_from_afar
-from tq_calibrate.ropes import ModelRope
+from tq_calibrate.attended import NEAR, Scores
 from tq_calibrate.sums import EVEN, Sums
 
 TOKENS, HEADS, KV_HEADS, HEAD_SIZE = 4000, 4, 2, 64
@@ -68,24 +65,3 @@ def test_keys_that_are_looked_at_from_afar_count_more() -> None:
     assert_close(seen.key_mean[1], mean)
     attended = (100 * direction.double()).square()
     assert_close(seen.key_variance[1], EVEN * squares[1] + (1 - EVEN) * attended - mean**2, rtol=1e-6, atol=1e-4)
-
-
-@pytest.mark.parametrize(
-    "ropes", [[], [ModelRope(Rope((1e-13,), False), {})]], ids=["no RoPE", "RoPE that does not turn"]
-)
-def test_queries_count_by_their_attention_afar(ropes: list[ModelRope]) -> None:
-    """Those of the second KV head; all alike in the first, where nobody looks far behind."""
-    tokens = 4 * NEAR
-    query, key, value = (random(heads, seed)[:tokens] for heads, seed in ((HEADS, 1), (KV_HEADS, 2), (KV_HEADS, 3)))
-    query[:, 0], query[:, 1] = 200 * key[:, 0], 100 * key[:, 0]  # the token itself
-    query[:, 2] *= 4
-    positions = torch.arange(tokens)
-    sums = Sums(ropes)
-    sums.add(0, query, key, value, positions, SCORES, lambda: torch.ones(HEADS * HEAD_SIZE))
-    found = sums.statistics().layers[0].key_weight
-    squares, weights = query.double().square(), attention_from_afar(query, key, positions, SCORES).queries.double()
-    alike = squares[1::STRIDE] if ropes else squares[1:]
-    assert_close(found[0], alike[:, :2].mean((0, 1)), rtol=1e-6, atol=0)
-    weighed = torch.einsum("th,thc->c", weights[:, 2:], squares[:, 2:]) / weights[:, 2:].sum()
-    assert_close(found[1], weighed, rtol=1e-6, atol=0)
-    assert weighed.sum() > 1.5 * alike[:, 2:].mean((0, 1)).sum(), "the head with larger queries looks at fewer keys"
