@@ -124,8 +124,8 @@ def through_other(code: str) -> ReadBack:
 def layer_codecs(
     dtype: str, cache: DynamicCache, tokens: int, file: Calibration | None, codec: str = "reference"
 ) -> Mapping[int, ReadBack]:
-    """What reads back up to `tokens` keys and values of each layer of the cache, with what it takes of a calibration
-    file.
+    """Make what reads back up to `tokens` keys and values of each layer of the cache, with what it takes of a
+    calibration file.
 
     codec: of `CODECS`.
     """
@@ -254,7 +254,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         windows |= {f"{Path(path).stem} {number}": piece for number, piece in enumerate(pieces)}
 
     def cases(length: int) -> list[Case]:
-        """Those of our dtypes, then others, which know neither file nor window."""
+        """Return the cases of our dtypes, then those of others, which know neither file nor window."""
         of_ours = [
             Case(dtype, file, recent, length)
             for dtype in options.dtypes for file in files for recent in options.recent
