@@ -213,6 +213,9 @@ PICKS = {title: PICKED[title] for title in ("KL (of fp8_ds_mla's)", "KL, bf16's 
          "by layer, %")}  # fmt: skip
 KL = {"dtype": "dtype", "bytes": "KV bytes/token", "setting": "setting"}
 AFTER = {"dtype": "mean KL, nats, prompt tokens:", "bytes": "KV bytes/token"}
+TAIL = {"dtype": "99.9th percentile, nats, prompt tokens:", "bytes": "KV bytes/token"}
+TAILS = ratio("kl_tail", lambda cell: f"{float(cell):.3f}")
+OF_FP8 = {"dtype": "fp8", "bytes": "11,520"}
 TASKS = {"task": "task", "prompt": "prompt", "kept": "bf16 solves", "setting": "setting"}
 
 
@@ -317,7 +320,11 @@ SPECS: Mapping[str, Sequence[Spec]] = {
     "docs/quality.md": (
         Spec("quality-summary", {f"{FOLDER}/calibrated.json": CALIBRATED}, AFTER, kl, ("prompt",),
              prepare=behind("prompt", dtypes=(*OURS, "fp8"))),
+        Spec("quality-tail", {f"{FOLDER}/calibrated.json": CALIBRATED}, TAIL, TAILS, ("prompt",),
+             prepare=behind("prompt", dtypes=(*OURS, "fp8")), base=OF_FP8),
         Spec("generate", BEHIND, KL, kl, ("text", "prompt"), prepare=behind("text", "prompt")),
+        Spec("generate-tail", BEHIND, KL, TAILS, ("text", "prompt"),
+             prepare=behind("text", "prompt"), base=OF_FP8 | {"setting": ""}),
         Spec("generate-gain", BEHIND, {"dtype": "with a file / without, prompt tokens:"}, text("gain"), ("prompt",),
              prepare=gains),
         Spec("generate-repeated", {f"{FOLDER}/repeated.json": CALIBRATED}, KL, kl, ("text", "prompt"),

@@ -211,14 +211,14 @@ def _generated(found: Mapping, name: str) -> Iterator[Row]:
         for part in row["continuations"]:
             yield {
                 "dtype": row["dtype"], "bytes": f"{row['bytes_per_token']:,.0f}", "text": part["text"],
-                "prompt": f"{part['prompt']:,}", "kl_mean": str(part["kl_mean"]),
+                "prompt": f"{part['prompt']:,}", "kl_mean": str(part["kl_mean"]), "kl_tail": str(part["kl_p999"]),
                 "kl_error": str(part["kl_error"] or ""), "windows": json.dumps(part["kl_windows"]),
                 **made_by(name, found["run"]),
             }  # fmt: skip
 
 
 def merged(rows: Sequence[Row], kept: Sequence[str]) -> list[Row]:
-    """The mean of the rows that are alike in `kept`, with its standard error and all windows."""
+    """The mean of the rows that are alike in `kept`, with its standard error and all windows; the largest tail."""
     groups: dict[tuple[str, ...], list[Row]] = {}
     for row in rows:
         groups.setdefault(tuple(row[name] for name in kept), []).append(row)
@@ -226,6 +226,7 @@ def merged(rows: Sequence[Row], kept: Sequence[str]) -> list[Row]:
         {**found[0], "kl_mean": str(statistics.fmean(float(row["kl_mean"]) for row in found)),
          "kl_error": str(math.hypot(*(float(row["kl_error"]) for row in found)) / len(found))
          if all(row["kl_error"] for row in found) else "",
+         "kl_tail": str(max(float(row["kl_tail"]) for row in found)) if "kl_tail" in found[0] else "",
          "windows": json.dumps([kl for row in found for kl in json.loads(row["windows"])])}
         for found in groups.values()
     ]  # fmt: skip

@@ -20,10 +20,9 @@ import argparse
 import json
 import os
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -31,13 +30,16 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import torch
 import transformers
 from format_error import print_table
+from llama_codes import BITS, read_back
 from packed_kv import FORMATS
 from packed_kv.calibration_file import Calibration, load
 from packed_kv.channel_calibration import LayerCalibration
 from packed_kv.codecs.pages import PagedCodec
 from packed_kv.codecs.transform import ChannelTransform
 from packed_kv.json_file import read_json
-from packed_kv.layout import RECENT_TOKENS
+from packed_kv.kernels.cpu.gather import CpuGather
+from packed_kv.kernels.cpu.store import CpuStore
+from packed_kv.layout import MICRO_BLOCK, RECENT_TOKENS
 from packed_kv.private_file import replace_file
 from packed_kv.transformers import CACHE_ARGUMENT
 from packed_kv_quality.teacher_forced import text_windows, through_e4m3, token_kl
@@ -47,6 +49,9 @@ from transformers import AttentionInterface, DynamicCache, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 BAND, FP8 = 1024, "fp8"
+OTHERS = (FP8, *BITS)
+ReadBack = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, ...]]
+"""Keys and values [tokens, heads, head_dim] from position 0 on -> the same as a cache gives them back."""
 
 
 class FarPacked:
@@ -56,7 +61,7 @@ class FarPacked:
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model
         self.recent = RECENT_TOKENS
-        self.codecs: Mapping[int, Any] = {}
+        self.codecs: Mapping[int, ReadBack] = {}
         AttentionInterface.register(ATTENTION, self.attention)
 
     def log_probs(self, ids: torch.Tensor, cache: DynamicCache, scored: int) -> torch.Tensor:
@@ -70,12 +75,9 @@ class FarPacked:
         """transformers' attention function: [1, heads, tokens, head_dim], keys and values of all tokens so far."""
         if module.layer_idx not in self.codecs:
             return sdpa_attention_forward(module, query, key, value, mask, **options)
-        codec, tokens, count = self.codecs[module.layer_idx], key.shape[2], query.shape[2]
-        positions = torch.arange(tokens)[:, None]
-        far_key, far_value = (
-            part.decode(part.encode(x[0].transpose(0, 1), positions), positions).transpose(0, 1)[None]
-            for part, x in ((codec.key, key), (codec.value, value))
-        )
+        tokens, count = key.shape[2], query.shape[2]
+        read_back = self.codecs[module.layer_idx](key[0].transpose(0, 1), value[0].transpose(0, 1))
+        far_key, far_value = (x.transpose(0, 1)[None] for x in read_back)
         distance = torch.arange(tokens - count, tokens)[:, None] - torch.arange(tokens)
         near = (distance >= 0) & (distance < self.recent)
         both = torch.cat((distance >= self.recent, near), -1)[None, None]  # each token twice, and seen once
@@ -83,24 +85,57 @@ class FarPacked:
         return sdpa_attention_forward(module, query, keys, values, both, **{**options, "is_causal": False})
 
 
-class Fp8:
-    """A codec that rounds to e4m3."""
+def through_reference(codec: PagedCodec) -> ReadBack:
+    """Reads back by the reference codec."""
 
-    def encode(self, x: torch.Tensor, _positions: torch.Tensor) -> torch.Tensor:
-        return through_e4m3(x)
+    def read_back(*vectors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        positions = torch.arange(len(vectors[0]))[:, None]
+        return tuple(
+            part.decode(part.encode(x, positions), positions) for part, x in zip(codec.codecs, vectors, strict=True)
+        )
 
-    def decode(self, x: torch.Tensor, _positions: torch.Tensor) -> torch.Tensor:
-        return x
+    return read_back
 
 
-def layer_codecs(dtype: str, cache: DynamicCache, file: Calibration | None) -> Mapping[int, Any]:
-    """A codec for each layer of the cache, with what it takes of a calibration file."""
-    if dtype == FP8:
-        return dict.fromkeys(range(len(cache.layers)), SimpleNamespace(key=Fp8(), value=Fp8()))
+def through_kernels(codec: PagedCodec) -> ReadBack:
+    """Reads back by the C++ kernels, which store pages and gather them."""
+    store, gather = CpuStore(codec), CpuGather(codec)
+
+    def read_back(key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        tokens, heads, _ = key.shape
+        blocks, positions = -(-tokens // MICRO_BLOCK), torch.arange(tokens)
+        pages = torch.zeros(blocks, heads, MICRO_BLOCK, codec.slot_bytes, dtype=torch.uint8)
+        store(pages, key, value, positions, positions)
+        found = torch.empty(key.shape), torch.empty(value.shape)
+        gather(pages, torch.arange(blocks, dtype=torch.int32), 0, tokens, *found)
+        return found
+
+    return read_back
+
+
+CODECS = {"reference": through_reference, "kernels": through_kernels}
+
+
+def through_other(code: str) -> ReadBack:
+    """Reads back by a code of `OTHERS`."""
+    return lambda *vectors: tuple(through_e4m3(x) if code == FP8 else read_back(code, x) for x in vectors)
+
+
+def layer_codecs(
+    dtype: str, cache: DynamicCache, tokens: int, file: Calibration | None, codec: str = "reference"
+) -> Mapping[int, ReadBack]:
+    """Make what reads back up to `tokens` keys and values of each layer of the cache, with what it takes of a
+    calibration file.
+
+    codec: of `CODECS`.
+    """
+    if dtype in OTHERS:
+        return dict.fromkeys(range(len(cache.layers)), through_other(dtype))
     fmt, found = FORMATS[dtype], {}
     for number, layer in enumerate(cache.layers):
         known = file.layers[number].taken_by(fmt) if file else LayerCalibration()
-        found[number] = PagedCodec(fmt, layer.keys.shape[-1], known.key, known.value)
+        of_layer = PagedCodec(fmt, layer.keys.shape[-1], known.key, known.value, positions=tokens)
+        found[number] = CODECS[codec](of_layer)
     return found
 
 
@@ -119,7 +154,7 @@ def energy_left(cache: DynamicCache, file: Calibration) -> list[float]:
 
 @dataclass(frozen=True)
 class Case:
-    """Setting of a mean KL divergence; `file`: the calibration's path, "" without one."""
+    """Setting of KL divergences; `file`: the calibration's path, "" without one."""
 
     dtype: str
     file: str
@@ -128,23 +163,30 @@ class Case:
 
 
 class Results:
-    """Mean KL divergence by case and window, in a file if there is a path, which an earlier run may have begun."""
+    """KL divergences of the tokens scored by case and window, in a file if there is a path, which an earlier run may
+    have begun."""
 
     def __init__(self, path: Path | None) -> None:
         self.path = path
         rows = read_json(path) if path and path.exists() else []
-        self.kl = {(Case(**row["case"]), row["window"]): row["kl"] for row in rows}
+        self.kl: dict[tuple[Case, str], list[float]] = {(Case(**row["case"]), row["window"]): row["kl"] for row in rows}
 
-    def add(self, case: Case, window: str, kl: float) -> None:
+    def add(self, case: Case, window: str, kl: list[float]) -> None:
         self.kl[case, window] = kl
 
     def save(self) -> None:
         if self.path:
             rows = [{"case": asdict(case), "window": window, "kl": kl} for (case, window), kl in self.kl.items()]
-            replace_file(self.path, (json.dumps(rows, indent=1) + "\n").encode())
+            lines = ",\n".join(map(json.dumps, rows))
+            replace_file(self.path, f"[{lines}]\n".encode())
 
     def of(self, case: Case, windows: Sequence[str]) -> list[float]:
-        return [self.kl[case, window] for window in windows]
+        """Mean of each window."""
+        return [statistics.fmean(self.kl[case, window]) for window in windows]
+
+    def tail(self, case: Case, windows: Sequence[str]) -> float:
+        """The 99.9th percentile over all windows."""
+        return torch.tensor([kl for window in windows for kl in self.kl[case, window]]).quantile(0.999).item()
 
 
 def ratio(ours: Sequence[float], others: Sequence[float]) -> str:
@@ -156,18 +198,27 @@ def ratio(ours: Sequence[float], others: Sequence[float]) -> str:
     return f"{found:.2f} ± {statistics.stdev(left) / len(left) ** 0.5 / statistics.fmean(others):.2f}"
 
 
-def measure(run: FarPacked, ids: torch.Tensor, cases: Sequence[Case], files: Mapping[str, Calibration | None]) -> Any:
-    """The cache of a prompt and the tokens scored behind it, int64 [1, tokens], and each case's mean KL divergence."""
-    prompt, cache = cases[0].prompt, DynamicCache()
-    scored, found = ids.shape[1] - prompt, {}
+def prefill(model: PreTrainedModel, ids: Sequence[int]) -> DynamicCache:
+    """The cache of a prompt, fp32 whatever the model's dtype."""
+    cache = DynamicCache()
+    with torch.inference_mode():
+        model.base_model(torch.tensor([ids]), **{CACHE_ARGUMENT: cache}, use_cache=True)
+    for layer in cache.layers:
+        layer.keys, layer.values = layer.keys.float(), layer.values.float()
+    return cache
+
+
+def measure(
+    run: FarPacked, cache: DynamicCache, ids: torch.Tensor, codecs: Iterable[tuple[int, Mapping[int, ReadBack]]]
+) -> Iterator[list[float]]:
+    """KL divergences of the tokens of int64 [1, tokens] behind a prompt's cache, for each recent window and codecs."""
+    scored = ids.shape[1] - cache.get_seq_length()
     with torch.inference_mode():
         run.codecs = {}
-        run.model.base_model(ids[:, :prompt], **{CACHE_ARGUMENT: cache}, use_cache=True)
         exact = run.log_probs(ids, cache, scored)
-        for case in cases:
-            run.codecs, run.recent = layer_codecs(case.dtype, cache, files[case.file]), case.recent
-            found[case] = token_kl(exact, run.log_probs(ids, cache, scored)).mean().item()
-    return cache, found
+        for run.recent, run.codecs in codecs:
+            yield token_kl(exact, run.log_probs(ids, cache, scored)).tolist()
+    run.codecs = {}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -177,18 +228,24 @@ def main(arguments: Sequence[str] | None = None) -> None:
     add("model", help="folder")
     add("--text", nargs="+", required=True, metavar="FILE")
     add("--calibration", nargs="+", required=True, metavar="FILE")
-    add("--dtypes", nargs="+", choices=[*FORMATS, FP8], default=["tq4", "isoquant4", "tq3"], metavar="DTYPE")
+    add("--dtypes", nargs="+", choices=[*FORMATS, *OTHERS], default=["tq4", "isoquant4", "tq3"], metavar="DTYPE")
     add("--lengths", nargs="+", type=int, default=[1000, 3500, 7500], metavar="N", help="tokens of prompts")
     add("--windows", type=int, default=1, help="of each text (default: %(default)s)")
     add("--scored", type=int, default=128, help="tokens behind a prompt (default: %(default)s)")
     add("--recent", nargs="+", type=int, default=[RECENT_TOKENS], metavar="N",
         help="tokens that are read as they are (default: %(default)s)")  # fmt: skip
+    add("--files-only", action="store_true", help="do not measure our dtypes without a file, too")
+    add("--codec", choices=CODECS, default="reference")
+    add("--prompt-dtype", default="float32", metavar="T", help="what prompts are prefilled in (default: %(default)s)")
     add("--output", type=Path, metavar="FILE")
     add("--markdown", action="store_true")
     options = parser.parse_args(arguments)
     files: dict[str, Calibration | None] = {"": None, **{path: load(path) for path in options.calibration}}
     Collector()  # registers the attention that the model is loaded with
     run = FarPacked(load_model(options.model, ATTENTION, "float32", torch.device("cpu")))
+    prompts = run.model
+    if options.prompt_dtype != "float32":
+        prompts = load_model(options.model, ATTENTION, options.prompt_dtype, torch.device("cpu"))
     tokenizer = transformers.AutoTokenizer.from_pretrained(options.model)
     windows: dict[str, list[int]] = {}
     tokens = max(options.lengths) + options.scored + 1
@@ -197,28 +254,37 @@ def main(arguments: Sequence[str] | None = None) -> None:
         windows |= {f"{Path(path).stem} {number}": piece for number, piece in enumerate(pieces)}
 
     def cases(length: int) -> list[Case]:
-        """Rounding to fp8 knows neither file nor window."""
+        """Return the cases of our dtypes, then those of others, which know neither file nor window."""
         of_ours = [
             Case(dtype, file, recent, length)
-            for dtype in options.dtypes for file in files for recent in options.recent if dtype != FP8
+            for dtype in options.dtypes for file in files for recent in options.recent
+            if dtype not in OTHERS and (file or not options.files_only)
         ]  # fmt: skip
-        return [*of_ours, *([Case(FP8, "", 0, length)] if FP8 in options.dtypes else [])]
+        return [*of_ours, *(Case(dtype, "", 0, length) for dtype in options.dtypes if dtype in OTHERS)]
 
     results = Results(options.output)
     left: dict[str, list[list[float]]] = {path: [] for path in options.calibration}
+    lengths = sorted(options.lengths, reverse=True)  # a prompt's cache is cut to each
     for name, window in windows.items():
-        for length in options.lengths:
-            wanted = [case for case in cases(length) if (case, name) not in results.kl]
-            if not wanted:
+        wanted = {length: [case for case in cases(length) if (case, name) not in results.kl] for length in lengths}
+        if not any(wanted.values()):
+            continue
+        cache = prefill(prompts, window[: max(length for length, found in wanted.items() if found)])
+        for length, missing in wanted.items():
+            if not missing:
                 continue
-            cache, found = measure(run, torch.tensor([window[: length + options.scored]]), wanted, files)
-            for case, kl in found.items():
-                results.add(case, name, kl)
-            results.save()
-            print(f"{name}, {length:,}", flush=True)
-            if length == max(options.lengths):
+            if behind := cache.get_seq_length() - length:
+                cache.crop(-behind)
+            if length == lengths[0]:
                 for path in options.calibration:
                     left[path].append(energy_left(cache, load(path)))
+            ids = torch.tensor([window[: length + options.scored]])
+            codecs = ((case.recent, layer_codecs(case.dtype, cache, ids.shape[1], files[case.file], options.codec))
+                      for case in missing)  # fmt: skip
+            for case, kl in zip(missing, measure(run, cache, ids, codecs), strict=True):
+                results.add(case, name, kl)
+                results.save()
+            print(f"{name}, {length:,}", flush=True)
     rows = [
         [path, *(f"{statistics.mean(x):.2f}" for x in zip(*found, strict=True))]
         for path, found in left.items()
@@ -232,13 +298,22 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def print_results(
     options: argparse.Namespace, results: Results, windows: Sequence[str], cases: Mapping[int, Sequence[Case]]
 ) -> None:
-    """KL divergence by prompt length, and its ratios to that without a file and to rounding to fp8."""
-    rows = []
+    """KL divergence by prompt length, and its ratios to that without a file, with the first one and of fp8."""
+    first, rows = options.calibration[0], []
+    several = len(options.calibration) > 1
     for line in zip(*cases.values(), strict=True):
         found = [results.of(case, windows) for case in line]
-        plain = [results.of(replace(case, file=""), windows) for case in line]
         cells = [f"{statistics.fmean(kl):.4f}" for kl in found]
-        cells += [ratio(*pair) for pair in zip(found, plain, strict=True)]
+        cells += [f"{results.tail(case, windows):.4f}" for case in line]
+        if not options.files_only:
+            cells += [
+                ratio(kl, results.of(replace(case, file=""), windows)) for kl, case in zip(found, line, strict=True)
+            ]
+        if several:
+            cells += [
+                ratio(kl, results.of(replace(case, file=first), windows)) if case.file else ""
+                for kl, case in zip(found, line, strict=True)
+            ]
         if FP8 in options.dtypes:
             cells += [
                 ratio(kl, results.of(Case(FP8, "", 0, case.prompt), windows))
@@ -246,7 +321,9 @@ def print_results(
             ]
         rows.append([line[0].dtype, line[0].file or "no file", str(line[0].recent), *cells])
     lengths = [f"{length:,}" for length in cases]
-    titles = ["KL at", "of no file's at", *(["of fp8's at"] if FP8 in options.dtypes else [])]
+    titles = ["KL at", "p99.9 at", *([] if options.files_only else ["of no file's at"])]
+    titles += [f"of {first}'s at"] if several else []
+    titles += ["of fp8's at"] if FP8 in options.dtypes else []
     header = ["dtype", "file", "window", *(f"{title} {length}" for title in titles for length in lengths)]
     print_table(header, rows, options.markdown)
 

@@ -11,26 +11,15 @@ import tiny_models
 import torch
 from calibration_files import content, write
 from checkout import DEMO_MODEL
-from packed_kv.layout import RECENT_TOKENS
+from packed_kv.channel_calibration import ChannelCalibration, LayerCalibration
+from packed_kv.layout import MEAN_BLOCK, RECENT_TOKENS
+from packed_kv.model.rope import Rope
 from packed_kv.transformers import CACHE_ARGUMENT
 from torch.testing import assert_close
 from tq_calibrate.collect import ATTENTION, Collector
 from transformers import AutoModelForCausalLM, DynamicCache
 
 SCORED, LENGTH = 20, 200
-
-
-class Shifted:
-    """In the place of a codec: gives back vectors as they were, plus a constant."""
-
-    def __init__(self, by: float) -> None:
-        self.by = by
-
-    def encode(self, x: torch.Tensor, _positions: torch.Tensor) -> torch.Tensor:
-        return x
-
-    def decode(self, x: torch.Tensor, _positions: torch.Tensor) -> torch.Tensor:
-        return x + self.by
 
 
 def test_far_tokens_are_read_from_codecs_and_near_ones_as_they_are() -> None:
@@ -41,8 +30,7 @@ def test_far_tokens_are_read_from_codecs_and_near_ones_as_they_are() -> None:
     ids = torch.randint(tiny_models.VOCAB, (1, LENGTH), generator=torch.Generator().manual_seed(1))
 
     def with_codecs(ids: torch.Tensor, by: float) -> torch.Tensor:
-        codec = SimpleNamespace(key=Shifted(0.0), value=Shifted(by))
-        run.codecs = dict.fromkeys(range(len(cache.layers)), codec)
+        run.codecs = dict.fromkeys(range(len(cache.layers)), lambda key, value: (key, value + by))
         found = run.log_probs(ids, cache, SCORED)
         run.codecs = {}
         return found
@@ -62,19 +50,65 @@ def test_tables(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = write(tmp_path, content(6, 2, 128, version=2))
     text = tmp_path / "text"
     text.write_text("The quick brown fox jumps over the lazy dog. " * 100)
-    arguments = ["--text", str(text), "--calibration", str(file), "--lengths", "200", "300", "--dtypes", "tq4", "fp8"]
+    arguments = [
+        "--text",
+        str(text),
+        "--calibration",
+        str(file),
+        "--lengths",
+        "200",
+        "300",
+        "--dtypes",
+        "tq4",
+        "fp8",
+        "q4_0",
+    ]
     arguments += ["--output", str(tmp_path / "kl.json"), "--recent", "64", "0"]
     long_context.main([str(DEMO_MODEL), *arguments])
-    _, energy, kl = capsys.readouterr().out.strip().replace("text 0, 300\n", "\n\n").split("\n\n")
+    _, energy, kl = capsys.readouterr().out.strip().replace("text 0, 300\ntext 0, 200\n", "\n\n").split("\n\n")
     assert energy.split() == ["energy", "left", "from", "0", str(file), energy.split()[-1]]
     lines = [line.replace("no file", "none").split() for line in kl.splitlines()[1:]]
     assert [line[:3] for line in lines] == [
         ["tq4", "none", "64"], ["tq4", "none", "0"], ["tq4", str(file), "64"], ["tq4", str(file), "0"],
-        ["fp8", "none", "0"],
+        ["fp8", "none", "0"], ["q4_0", "none", "0"],
     ]  # fmt: skip
-    near, all_packed, ours, _, fp8 = lines
-    assert near[5:7] == ["1.00", "1.00"] and float(ours[5]) > 1.5, "random means do harm"
-    assert float(all_packed[3]) > float(near[3]) > 0 and fp8[7:] == ["1.00", "1.00"] != near[7:]
+    near, all_packed, ours, _, fp8, q4_0 = lines
+    assert near[7:9] == ["1.00", "1.00"] and float(ours[7]) > 1.5, "random means do harm"
+    assert float(all_packed[3]) > float(near[3]) > 0 and fp8[9:] == ["1.00", "1.00"] != near[9:]
+    assert float(q4_0[3]) > float(fp8[3]), "fp8 has twice the bits"
+    assert all(float(line[5]) > 2 * float(line[3]) for line in lines), "the tail is beyond the mean"
     long_context.main([str(DEMO_MODEL), *arguments])
     again = capsys.readouterr().out.strip()
     assert again == kl.strip(), "nothing is measured twice"
+    long_context.main([str(DEMO_MODEL), *arguments, "--files-only", "--calibration", str(file), str(file)])
+    titles, *lines = capsys.readouterr().out.strip().splitlines()
+    assert "of no file's" not in titles and f"of {file}'s at 300" in titles
+    assert [line.split()[7:9] for line in lines[:2]] == [["1.00", "1.00"]] * 2
+
+
+@pytest.mark.parametrize("dtype", ["tq4", "turboquant25"])
+def test_kernels_read_back_what_the_reference_does(dtype: str) -> None:
+    """K less the means of two blocks of positions, and of position 0, of a layer of a cache."""
+    tokens = MEAN_BLOCK + 37
+    vectors = torch.randn(4, tokens, 3, 64, generator=torch.Generator().manual_seed(1))
+    rope = Rope(tuple((1e4 ** (-torch.arange(32) / 32)).tolist()), interleaved=False)
+    mean, first = vectors[2:, 0].tolist()
+    key = ChannelCalibration(list(range(32)), list(range(64)), mean, first, rope=rope)
+    file = SimpleNamespace(layers=[LayerCalibration(key, ChannelCalibration(list(range(32)), list(range(64))))])
+    cache = DynamicCache()
+    cache.update(*(x.transpose(0, 1)[None] for x in vectors[:2]), 0)
+    kernels, reference = (
+        long_context.layer_codecs(dtype, cache, tokens, file, codec)[0](*vectors[:2])
+        for codec in ("kernels", "reference")
+    )
+    assert_close(kernels, reference, rtol=1e-6, atol=1e-6)
+    assert (kernels[0] - vectors[0]).square().mean() < 0.3
+
+
+def test_prompts_in_another_dtype_leave_a_cache_in_fp32() -> None:
+    Collector()
+    model = AutoModelForCausalLM.from_config(tiny_models.llama(), attn_implementation=ATTENTION).eval()
+    run = long_context.FarPacked(model.bfloat16())
+    cache = long_context.prefill(run.model, list(range(40)))
+    assert {x.dtype for layer in cache.layers for x in (layer.keys, layer.values)} == {torch.float32}
+    assert cache.get_seq_length() == 40

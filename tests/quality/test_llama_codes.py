@@ -1,0 +1,54 @@
+"""llama.cpp's codes, number by number as its definitions have them."""
+
+from __future__ import annotations
+
+import math
+
+import llama_codes
+import numpy
+import pytest
+import torch
+
+CODES = list(llama_codes.BITS)
+
+
+def by_definition(code: str, block: list[float]) -> list[float]:
+    """32 numbers, coded and decoded in fp32 by loops."""
+    numbers = [numpy.float32(x) for x in block]
+    largest = max(numbers, key=abs)
+    if code == "q8_0":
+        step = numpy.float32(abs(largest) / numpy.float32(127))
+    else:
+        step = numpy.float32(largest / numpy.float32({"q5_0": -16, "q4_0": -8}[code]))
+    inverse = numpy.float32(1) / step if step else numpy.float32(0)
+    stored = numpy.float32(numpy.float16(step))
+    found = []
+    for x in numbers:
+        scaled = float(numpy.float32(x * inverse))
+        if code == "q8_0":
+            integer = math.copysign(math.floor(abs(scaled) + 0.5), scaled)
+        else:
+            offset, most = {"q5_0": (16, 31), "q4_0": (8, 15)}[code]
+            integer = min(most, int(numpy.float32(scaled + offset + 0.5))) - offset
+        found.append(float(numpy.float32(integer) * stored))
+    return found
+
+
+@pytest.mark.parametrize("code", CODES)
+def test_each_number_is_that_of_the_definition(code: str) -> None:
+    x = torch.randn(2, 5, 96, generator=torch.Generator().manual_seed(1)) * 10 ** torch.arange(-2.0, 3)[:, None]
+    x[0, 0, :32] = 0
+    blocks = torch.tensor([by_definition(code, block) for block in x.view(-1, 32).tolist()])
+    assert torch.equal(llama_codes.read_back(code, x), blocks.view(x.shape))
+
+
+@pytest.mark.parametrize(("code", "lowest"), [("q5_0", -15 / 16), ("q4_0", -7 / 8)])
+def test_the_number_of_largest_magnitude_is_met_and_its_opposite_is_not(code: str, lowest: float) -> None:
+    block = torch.zeros(32)
+    block[3], block[4] = 1, -1
+    found = llama_codes.read_back(code, block)
+    assert found[[3, 4]].tolist() == [1, lowest] and not found[5:].any()
+
+
+def test_bytes() -> None:
+    assert [llama_codes.bytes_of(code, 64) for code in CODES] == [68, 44, 36]
