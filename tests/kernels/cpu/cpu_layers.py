@@ -7,12 +7,12 @@ from typing import Any
 import torch
 from packed_kv.codecs.pages import PagedCodec
 from packed_kv.formats import FORMATS
-from packed_kv.kernels.cpu.compiler import TARGETS, Target, processor
+from packed_kv.kernels.cpu.compiler import TARGETS, Target, is_usable
 from packed_kv.layout import ring_slot_bytes
 from packed_kv.model.rope import Rope
 from page_codecs import page_codec
 
-HERE = [target for target in TARGETS if processor()[1].issuperset(target.features)]
+HERE = [target for target in TARGETS if is_usable(target)]
 """Kinds of processors whose code runs on this one."""
 SHAPES = ((64, 64), (80, 48), (128, 128), (192, 128), (256, 256))
 """Channels of K and V."""

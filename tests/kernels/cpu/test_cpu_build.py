@@ -8,6 +8,7 @@ import multiprocessing
 import os
 import re
 import resource
+import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
@@ -18,7 +19,7 @@ from packed_kv.formats import CODES, FORMATS
 from packed_kv.kernels import kernel_cache
 from packed_kv.kernels.cpu import build, compiler
 from packed_kv.kernels.cpu.build import Program, load_library
-from packed_kv.kernels.cpu.compiler import BuildError, NoCompiler, find_compiler
+from packed_kv.kernels.cpu.compiler import BuildError, Compiler, NoCompiler, find_compiler, is_usable, target_of
 from packed_kv.kernels.cpu.constants import constants_header, integer_unit
 from packed_kv.kernels.cpu.decode import PROGRAM
 from packed_kv.kernels.kernel_layout import kernel_layout
@@ -267,6 +268,53 @@ def test_a_processor_without_long_vectors(monkeypatch: pytest.MonkeyPatch) -> No
 def test_targets(monkeypatch: pytest.MonkeyPatch, features: str, target: str) -> None:
     monkeypatch.setattr(compiler, "processor", lambda: ("", frozenset(features.split())))
     assert compiler.best_target().name == target
+
+
+AMX = "avx2 fma f16c avx512f avx512bw avx512vl avx512dq avx512_vnni avx512vbmi amx_tile amx_bf16"
+
+
+@pytest.mark.parametrize(("reason", "target"), [(None, "amx"), ("no", "avx512_vbmi")])
+def test_amx_where_it_is_permitted(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, reason: str | None, target: str
+) -> None:
+    compiler._warn_of_amx.cache_clear()
+    monkeypatch.setattr(compiler, "processor", lambda: ("", frozenset(AMX.split())))
+    monkeypatch.setattr(compiler, "amx_refusal", lambda: reason)
+    assert [compiler.best_target().name, compiler.best_target().name] == [target] * 2
+    assert [record.getMessage().rsplit(": ")[-1] for record in caplog.records] == [reason] * (reason is not None)
+    compiler._warn_of_amx.cache_clear()
+
+
+DENIED = """
+import ctypes, struct
+from packed_kv.kernels.cpu import compiler
+
+def step(code, true, false, number):
+    return struct.pack("HBBI", code, true, false, number)
+
+# Load the system call; arch_prctl? Load its first argument; a request for permission? EPERM, else allow.
+steps = [
+    step(0x20, 0, 0, 0), step(0x15, 0, 3, compiler.ARCH_PRCTL), step(0x20, 0, 0, 16),
+    step(0x15, 0, 1, compiler.REQUEST_PERMISSION), step(0x06, 0, 0, 0x00050001), step(0x06, 0, 0, 0x7FFF0000),
+]
+code = ctypes.create_string_buffer(b"".join(steps))
+program = ctypes.create_string_buffer(struct.pack("HxxxxxxQ", len(steps), ctypes.addressof(code)))
+library = ctypes.CDLL(None, use_errno=True)
+assert not library.prctl(38, 1, 0, 0, 0) and not library.prctl(22, 2, program), ctypes.get_errno()
+print(compiler.best_target().name)
+"""
+
+
+@pytest.mark.skipif(not is_usable(target_of("amx")), reason="this processor has no AMX, or Linux does not permit it")
+def test_a_sandbox_that_denies_amx() -> None:
+    asked = subprocess.run([sys.executable, "-c", DENIED], capture_output=True, text=True, check=True)
+    assert asked.stdout.split() == ["avx512_vbmi"]
+    assert asked.stderr.count("without AMX") == 1 and "Linux does not permit it" in asked.stderr
+
+
+def test_a_compiler_that_does_not_know_amx(tmp_path: Path) -> None:
+    old = Compiler((str(program(tmp_path, "old", "echo 'error: unrecognized option' >&2; exit 1")),), "old 1")
+    assert compiler._refused_flags(old, target_of("amx")) == "old 1 does not compile for it: error: unrecognized option"
 
 
 def test_levels_are_integers() -> None:

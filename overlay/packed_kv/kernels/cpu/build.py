@@ -25,7 +25,7 @@ import torch
 
 from ...private_file import temporary_folder
 from ..kernel_cache import NoHome, cache_folder, load_or_compile
-from .compiler import BuildError, Compiler, Target, best_target, find_compiler, processor
+from .compiler import BuildError, Compiler, Target, best_target, find_compiler, is_usable, processor
 
 logger = logging.getLogger("vllm.packed_kv")
 
@@ -88,6 +88,8 @@ def _load_or_compile(program: Program, constants: str, target: Target | None) ->
     """Raises BuildError."""
     sources = read_sources(program) | {CONSTANTS: constants}
     compiler, target = find_compiler(), target or best_target()
+    if not is_usable(target):  # also asks for the permission that it may need
+        raise BuildError(f"this process cannot use {target.name}: name another target")
     flags = (*FLAGS, *program.flags, *target.flags)
     key = hashlib.sha256(repr((sources, flags, LIBRARIES, compiler, processor_key())).encode()).hexdigest()
     stem = Path(program.main).stem

@@ -19,24 +19,6 @@ struct Request {
   long part_tokens, parts;
 };
 
-static Columns cut_columns(const LatentArguments& a, Cutter& from, long count) {
-  Columns c = {};
-  c.queries = from.take<int16_t>(count * RANK);
-  c.factors = from.take<float>(count);
-  c.rope = from.take<float>(count * ROPE_DIM);
-  if (a.ring) c.ring_queries = from.take<float>(count * RING_DIM), c.ring_sums = from.take<float>(count * RANK);
-  c.scores = from.take<float>(count * TILE);
-  c.sums = from.take<float>(count * SUMS * VECTOR_FLOATS);
-  c.softmax = from.take<Softmax>(count);
-  c.tile_factors = from.take<float>(count);
-  c.hidden_from = from.take<long>(count);
-  c.levels = from.take<uint8_t>((long)TILE_BLOCKS * LEVELS_BYTES);
-  c.scales = from.take<float>((long)TILE_BLOCKS * GROUPS * MICRO_BLOCK);
-  c.weights = from.take<uint8_t>((long)BLOCK * TILE_BLOCKS * PARTS * 2 * VECTOR_BYTES);
-  c.ring_rows = a.ring ? from.take<float>((long)RING_TILE * RING_DIM) : nullptr;
-  return c;
-}
-
 // As `attend` of reference/latent_attention.py and `page_lens` there.
 static Request request_of(const LatentArguments& a, long r) {
   Request q = {};
@@ -50,35 +32,6 @@ static Request request_of(const LatentArguments& a, long r) {
   q.part_tokens = most(PART_TOKENS, (q.pages / MOST_PARTS + TILE - 1) / TILE * TILE);
   q.parts = most(1, (q.pages + q.part_tokens - 1) / q.part_tokens);
   return q;
-}
-
-static void read_queries(const LatentArguments& a, const Request& request, Columns& to) {
-  alignas(64) float row[RANK + ROPE_DIM];
-  for (int column = 0; column < to.count; column++) {
-    long token = request.query + column / a.heads, head = column % a.heads;
-    const int bytes = element_bytes(a.query_type);
-    long latent = token * a.query_stride + head * a.query_head_stride;
-    long rope = token * a.rope_stride + head * a.rope_head_stride;
-    read_elements(row, (const char*)a.query + bytes * latent, a.query_type, RANK);
-    read_elements(row + RANK, (const char*)a.rope_query + bytes * rope, a.query_type, ROPE_DIM);
-    for (int d = 0; d < RANK + ROPE_DIM; d++) row[d] *= (float)a.scale;
-    float largest = 0;
-    for (int d = 0; d < RANK; d++) largest = larger(largest, fabsf(row[d]));
-    float inverse = largest > 1e-30f ? LARGEST_INT16 / largest : 0;
-    to.factors[column] = largest / LARGEST_INT16;
-    int first = column / BLOCK * BLOCK, width = (int)least(BLOCK, to.count - first), c = column - first;
-    int16_t* integers = to.queries + (long)first * RANK;
-    for (int g = 0; g < GROUPS; g++)
-      for (int d = 0; d < GROUP_SIZE; d++) {  // d4 d3 d2 d1 d0 -> [t = d2 d1][e2 = d4][column][e1 = d3][e0 = d0]
-        int at = ((g * 4 + (d >> 1 & 3)) * 2 + (d >> 4)) * 4 * width + 4 * c + (d >> 3 & 1) * 2 + (d & 1);
-        integers[at] = (int16_t)lrintf(row[g * GROUP_SIZE + d] * inverse);
-      }
-    for (int i = 0; i < ROPE_DIM; i++)
-      to.rope[(long)column * ROPE_DIM + i] = row[RANK + i / 32 * 32 + KEY_BYTES[i % 32]];
-    for (int i = 0; a.ring && i < RING_DIM; i++)
-      to.ring_queries[(long)column * RING_DIM + i] = row[i / 32 * 32 + KEY_BYTES[i % 32]];
-    to.hidden_from[column] = column / a.heads - (request.tokens - 1);  // less the tokens that a query does not see
-  }
 }
 
 static const uint8_t* micro_block_of(const LatentArguments& a, long r, long token) {
@@ -97,6 +50,7 @@ static void attend_pages(const LatentArguments& a, const Request& request, long 
       }
       score_micro_block(columns, micro_block_of(a, r, tile + (long)i * MICRO_BLOCK), i, tokens - i * MICRO_BLOCK);
     }
+    score_tile(columns, blocks);
     for (int column = 0; column < columns.count; column++) {  // what this query token does not see
       float* scores = columns.scores + (long)column * TILE;
       long seen = most(0, least(tokens, request.pages + columns.hidden_from[column] - tile));
@@ -146,17 +100,16 @@ void LatentDecode::attend_part(const Run<LatentDecode>& run, Columns columns, lo
   const Request& request = run.requests[r];
   long partial = run.partial_of(r, part, head);
   columns.count = (int)run.columns_of(r);
-  read_queries(a, request, columns);
-  memset(columns.sums, 0, sizeof(float) * columns.count * SUMS * VECTOR_FLOATS);
+  [[maybe_unused]] Tiles tiles;
+  read_queries(a, request.query, request.tokens, columns);
+  clear_sums(columns);
   for (int c = 0; c < columns.count; c++) columns.softmax[c] = {-INFINITY, 0};
   if (a.ring) memset(columns.ring_sums, 0, sizeof(float) * columns.count * RANK);
   attend_pages(a, request, r, columns, part * request.part_tokens,
                least((part + 1) * request.part_tokens, request.pages));
   if (a.ring && part == request.parts - 1) attend_ring(a, request, r, columns);
-  for (int c = 0; c < columns.count; c++) {
-    run.partials[partial + c] = columns.softmax[c];
-    collect_sums(columns, c, run.results + (partial + c) * RANK);
-  }
+  for (int c = 0; c < columns.count; c++) run.partials[partial + c] = columns.softmax[c];
+  collect_sums(columns, run.results + partial * RANK);
 }
 
 void LatentDecode::merge_parts(const Run<LatentDecode>& run, long r, long) {

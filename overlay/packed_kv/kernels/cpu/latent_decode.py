@@ -18,7 +18,11 @@ from .constants import constants_header, number_line, numbers_line
 from .jobs import Jobs, Largest
 from .tables import ELEMENT_TYPES, add_ring
 
-PROGRAM = Program("latent.cpp", (*SIMD, "jobs.h", "latent_tile.h", "numbers.h", "pages.h", "softmax.h", "threads.h"))
+PROGRAM = Program(
+    "latent.cpp",
+    (*SIMD, "jobs.h", "latent_amx.h", "latent_tile.h", "latent_vectors.h", "numbers.h", "pages.h", "softmax.h",
+     "threads.h"),
+)  # fmt: skip
 PIECE = 8
 """RoPE channels of a token that lie side by side."""
 _ADDRESS, _NUMBER = ctypes.c_void_p, ctypes.c_int64
@@ -145,4 +149,5 @@ class CpuLatentDecode:
             call.constant = constant.data_ptr()
         if ring is not None:
             add_ring(call, ring)
-        self._jobs.run(call)
+        with self._jobs.workspace.lock:
+            self._jobs.run(call)
