@@ -41,7 +41,7 @@ SLOWER = "10 to 25 times"
 """Time of a decode step in PyTorch, in steps of these kernels, as benchmarks/cpu.py measures it."""
 
 
-class CpuPairs(DecodeKernel[DecodeBatch, None]):
+class CpuPairs(DecodeKernel[decode.Step, None]):
     """The C++ decode kernel of one layer of pairs. It rotates queries, and knows nothing of context parallelism.
 
     Args:
@@ -63,12 +63,15 @@ class CpuPairs(DecodeKernel[DecodeBatch, None]):
         self.decode.reserve(largest)
         self.longest = longest_of(CPP, Pairs(codec.key.fmt, codec.key.head_dim, query_heads // kv_heads))
 
+    def prepare(self, batch: DecodeBatch) -> decode.Step:
+        return decode.prepare_step(batch.block_table, batch.query_start, batch.seq_lens, batch.ring)
+
     def attend(
-        self, step: DecodeBatch, cache: torch.Tensor, queries: tuple[torch.Tensor, ...], ring: Ring | None = None,
+        self, step: decode.Step, cache: torch.Tensor, queries: tuple[torch.Tensor, ...], ring: Ring | None = None,
         output: torch.Tensor | None = None,
     ) -> None:  # fmt: skip
         assert output is not None
-        self.decode.bind(queries[0], cache, step.block_table, step.query_start, step.seq_lens, output, ring)()
+        self.decode(step, queries[0], cache, output, ring)
 
 
 def find_kernels(

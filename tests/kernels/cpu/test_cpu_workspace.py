@@ -148,7 +148,7 @@ def test_the_largest_step_of_latents(largest: Largest, heads: int) -> None:
 def test_the_largest_step_of_pairs(largest: Largest, window: int | None) -> None:
     codec = PagedCodec(FMT, 128)
     layer = pairs_cpu.CpuPairs(codec, 8, 2, AttentionOptions(0.1, sliding_window=window), largest).decode
-    call = decode.Arguments.from_buffer_copy(layer._fixed)
+    call = decode.Arguments.from_buffer_copy(layer._call)
     call.threads, call.means = torch.get_num_threads(), int(codec.key.transform.centres)
     check_reserved(layer, call, largest)
 

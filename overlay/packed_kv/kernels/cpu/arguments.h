@@ -2,15 +2,21 @@
 #pragma once
 #include <stdint.h>
 
-struct Arguments {
-  // Pages: uint8 [blocks, KV heads, block_size, slot_bytes]; strides in bytes.
-  const uint8_t* cache;
-  int64_t cache_block_stride, cache_head_stride, block_size;
-  // Requests: int32 tables; strides in elements.
+struct Requests {  // the same for all layers of a step: int32 tables, strides in elements
   int64_t requests;
   const int32_t* block_table;
   int64_t block_table_stride;
   const int32_t *query_start, *seq_lens;
+  const int32_t* ring_table;
+  int64_t ring_table_stride;
+  const int32_t* ring_first;
+  int64_t threads;
+};
+
+struct Arguments : Requests {
+  // Pages: uint8 [blocks, KV heads, block_size, slot_bytes]; strides in bytes.
+  const uint8_t* cache;
+  int64_t cache_block_stride, cache_head_stride, block_size;
   // Queries and outputs, of an ElementType; strides in elements.
   const void* query;
   int64_t query_type, query_stride, query_head_stride;
@@ -33,13 +39,8 @@ struct Arguments {
   int64_t means_stride;
   const float* spectrum;
   int64_t mean_blocks, mean_block_tokens;
-  // The ring, or null: uint8 [blocks, KV heads, ring_block_size, slot bytes]; strides in bytes, but the table's.
+  // The ring, or null: uint8 [blocks, KV heads, ring_block_size, slot bytes]; strides in bytes.
   const uint8_t* ring;
-  int64_t ring_block_stride, ring_head_stride, ring_token_stride, ring_block_size;
-  const int32_t* ring_table;
-  int64_t ring_table_stride;
-  const int32_t* ring_first;
-  int64_t ring_window;
-  int64_t threads;
+  int64_t ring_block_stride, ring_head_stride, ring_token_stride, ring_block_size, ring_window;
   void* workspace;
 };

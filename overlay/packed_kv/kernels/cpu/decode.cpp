@@ -95,15 +95,25 @@ static void attend_pages(const Arguments& a, long r, long head, const Scratch& s
     int blocks = (int)((end - first + MICRO_BLOCK - 1) / MICRO_BLOCK);
     long later = least(part.end, tile + TILE + AHEAD * MICRO_BLOCK);
     int known = (int)((later - first + MICRO_BLOCK - 1) / MICRO_BLOCK);
-    for (int i = 0; i < known; i++) {
-      long token = first + (long)i * MICRO_BLOCK;
-      micro_blocks[i] = pages + table[token / a.block_size] * a.cache_block_stride +
-                        token % a.block_size / MICRO_BLOCK * MICRO_BLOCK_BYTES;
+    long block = first / a.block_size, in_block = first % a.block_size;
+    for (int i = 0; i < known; i++, in_block += MICRO_BLOCK) {
+      if (in_block == a.block_size) block++, in_block = 0;
+      micro_blocks[i] = pages + table[block] * a.cache_block_stride + in_block / MICRO_BLOCK * MICRO_BLOCK_BYTES;
     }
     if (tile <= part.first)
       for (int i = 0; i < AHEAD && i < known; i++) prefetch(micro_blocks[i]);
     attend_tile(a, head, s, first, micro_blocks, blocks, known);
   }
+}
+
+// Asks for the ring's first tokens, which the part reads behind its pages.
+static void prefetch_ring(const Arguments& a, const Request& request, long r, long head) {
+  const uint8_t* slots[TILE];
+  Range all = in_ring(a, r, request.position);
+  int count = (int)least(TILE, request.position + request.tokens - all.first);
+  ring_slots(a, r, head, all.first, count, slots);
+  for (int i = 0; i < count; i++)
+    for (int at = 0; at < RING_SLOT_BYTES; at += 64) __builtin_prefetch(slots[i] + at, 0, 2);
 }
 
 static void attend_ring(const Arguments& a, const Request& request, long r, long head, const Scratch& s) {
@@ -113,7 +123,7 @@ static void attend_ring(const Arguments& a, const Request& request, long r, long
   const uint8_t* slots[TILE];
   for (long first = all.first; first < all.end; first += TILE) {
     int count = (int)least(TILE, all.end - first), padded = (count + 15) / 16 * 16;
-    for (int i = 0; i < count; i++) slots[i] = ring_slot(a, r, head, first + i);
+    ring_slots(a, r, head, first, count, slots);
     for_blocks(s.columns.count, [&](auto block, int column) {
       float* scores = s.columns.scores + (long)column * TILE;
       for (int i = 0; i < count; i++)
@@ -170,6 +180,7 @@ void Decode::attend_part(const DecodeRun& run, Scratch s, long r, long part, lon
   const Arguments& a = *run.a;
   const Request& request = run.requests[r];
   place_results(run, s.columns, r, part, head);
+  if (a.ring && part == request.parts - 1) prefetch_ring(a, request, r, head);
   read_queries(a, request, head, s.queries);
   for (long i = 0; i < request.tokens; i++) s.ranges[i] = in_pages(a, r, request.position + i);
   memset(s.columns.sums, 0, sizeof(float) * s.columns.count * (a.ring ? RESULT : 2 * STORED_DIM));

@@ -71,8 +71,6 @@ class Jobs:
         return size
 
     def run(self, call: ctypes.Structure) -> None:
-        """Call the function in the workspace, which grows where nobody reserved it."""
-        size = self._bytes(call)
-        with self.workspace.lock:
-            call.workspace = self.workspace.address(size)
-            self._function(call)
+        """Call the function in the workspace, which grows where nobody reserved it. The caller has the lock."""
+        call.workspace = self.workspace.address(self._bytes(call))
+        self._function(call)

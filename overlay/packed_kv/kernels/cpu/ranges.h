@@ -28,7 +28,8 @@ struct Request {
   Range pages;
   long part_tokens, parts;  // at least 1 part
 };
-constexpr int FEW_PARTS = 4;         // of a request, where it has as many tiles
+constexpr int LEAST_TILES = 2;       // of a part: what a job costs beside its tiles is half a tile
+constexpr int FEW_PARTS = 4;         // of a request, where it has tiles enough
 constexpr int LONGEST_PART = 2048;   // tokens, beyond FEW_PARTS
 static inline Request request_of(const Arguments& a, long r) {
   Request request;
@@ -43,7 +44,7 @@ static inline Request request_of(const Arguments& a, long r) {
     request.pages.end = is_only ? range.end : most(request.pages.end, range.end);
   }
   long tiles = (request.pages.end + TILE - 1) / TILE - request.pages.first / TILE;
-  long parts = least(tiles, most(FEW_PARTS, tiles * TILE / LONGEST_PART));
+  long parts = least((tiles + LEAST_TILES - 1) / LEAST_TILES, most(FEW_PARTS, tiles * TILE / LONGEST_PART));
   long part_tiles = parts ? (tiles + parts - 1) / parts : 1;
   request.part_tokens = part_tiles * TILE;
   request.parts = most(1, (tiles + part_tiles - 1) / part_tiles);

@@ -9,10 +9,15 @@ INLINE float ring_scale(uint8_t byte) {
   return x * (SCALE_BIAS / 128);  // codes are 128ths
 }
 
-static inline const uint8_t* ring_slot(const Arguments& a, long r, long head, long token) {
-  long block = a.ring_table[r * a.ring_table_stride + token / a.ring_block_size];
-  return a.ring + block * a.ring_block_stride + head * a.ring_head_stride +
-         token % a.ring_block_size * a.ring_token_stride;
+// Where `count` tokens of request r from `first` on are.
+static inline void ring_slots(const Arguments& a, long r, long head, long first, int count, const uint8_t** slots) {
+  const int32_t* table = a.ring_table + r * a.ring_table_stride;
+  const uint8_t* ring = a.ring + head * a.ring_head_stride;
+  long block = first / a.ring_block_size, in_block = first % a.ring_block_size;
+  for (int i = 0; i < count; i++, in_block++) {
+    if (in_block == a.ring_block_size) block++, in_block = 0;
+    slots[i] = ring + table[block] * a.ring_block_stride + in_block * a.ring_token_stride;
+  }
 }
 
 // Scores of a token for C columns, to scores[column * TILE].
@@ -32,18 +37,23 @@ template <int C> INLINE void score_slot(const uint8_t* slot, const float* rotate
 // Adds V of `count` tokens, times their exponentials and a factor by column, for C columns.
 template <int C>
 static void add_slots(const uint8_t* const* slots, long count, const float* scores, const float* factors, float* sums) {
+  constexpr int AT_ONCE = 2;  // vectors: sums enough that none waits for its last addition
   for (int group = 0; group < GROUPS; group++)
-    for (int i = group * GROUP_SIZE; i < (group + 1) * GROUP_SIZE; i += VECTOR_FLOATS) {
-      Floats sum[C];
-      for (int c = 0; c < C; c++) sum[c] = broadcast(0);
+    for (int i = group * GROUP_SIZE; i < (group + 1) * GROUP_SIZE; i += AT_ONCE * VECTOR_FLOATS) {
+      Floats sum[AT_ONCE][C];
+      for (int k = 0; k < AT_ONCE * C; k++) sum[k / C][k % C] = broadcast(0);
       for (long n = 0; n < count; n++) {
-        float scale = ring_scale(slots[n][RING_SCALES_AT[1] + group]);
-        Floats value = load_ring_codes(slots[n] + RING_CODES_AT[1] + i) * broadcast(scale);
-        for (int c = 0; c < C; c++) sum[c] = multiply_add(broadcast(scores[c * TILE + n]), value, sum[c]);
+        Floats scale = broadcast(ring_scale(slots[n][RING_SCALES_AT[1] + group])), value[AT_ONCE];
+        for (int k = 0; k < AT_ONCE; k++)
+          value[k] = load_ring_codes(slots[n] + RING_CODES_AT[1] + i + k * VECTOR_FLOATS) * scale;
+        for (int c = 0; c < C; c++) {
+          Floats weight = broadcast(scores[c * TILE + n]);
+          for (int k = 0; k < AT_ONCE; k++) sum[k][c] = multiply_add(weight, value[k], sum[k][c]);
+        }
       }
-      for (int c = 0; c < C; c++) {
-        float* to = sums + c * STORED_DIM + i;
-        store_floats(to, multiply_add(sum[c], broadcast(factors[c]), load_floats(to)));
+      for (int k = 0; k < AT_ONCE * C; k++) {
+        float* to = sums + k % C * STORED_DIM + i + k / C * VECTOR_FLOATS;
+        store_floats(to, multiply_add(sum[k / C][k % C], broadcast(factors[k % C]), load_floats(to)));
       }
     }
 }

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+import threading
+import weakref
 
 import torch
 
@@ -55,6 +57,9 @@ class CpuStore:
         self.needs_positions = codec.key.transform.needs_positions
         self.function = load(target).pk_store
         self.function.argtypes = [ctypes.POINTER(Store)]
+        self._call, self._lock = Store(layer=ctypes.pointer(self.layer)), threading.Lock()
+        self._layout: tuple[object, ...] = ()
+        self._caches: dict[str, tuple[weakref.ref[torch.Tensor], Cache]] = {}
 
     def __call__(
         self,
@@ -79,24 +84,46 @@ class CpuStore:
             ring_slots: int32 [up to tokens], of the first tokens; negative ones are skipped. None: only pages are
                 written.
         """
-        tokens = slots.shape[0]  # len() of a tensor takes ten times as long
-        assert slots.dtype == torch.int64 and slots.is_contiguous(), (slots.dtype, slots.stride())
+        with self._lock:
+            call, layout = self._call, (key.dtype, value.dtype, key.stride(), value.stride())
+            if layout != self._layout:
+                self._set_vectors(key, value)
+                self._layout = layout
+            tokens = slots.shape[0]  # len() of a tensor takes ten times as long
+            assert slots.dtype == torch.int64 and slots.is_contiguous(), (slots.dtype, slots.stride())
+            assert tokens <= key.shape[0] and tokens <= value.shape[0], (key.shape, value.shape, slots.shape)
+            call.slots, call.tokens, call.threads = slots.data_ptr(), tokens, torch.get_num_threads()
+            call.vectors[0], call.vectors[1], call.kv_heads = key.data_ptr(), value.data_ptr(), key.shape[1]
+            call.positions = call.ring_slots = None
+            call.ring_tokens = 0
+            self._set_cache("pages", cache)
+            if self.needs_positions:
+                assert positions is not None, "the means of keys depend on their positions"
+                assert positions.dtype == torch.int64 and positions.is_contiguous() and positions.shape[0] >= tokens
+                call.positions = positions.data_ptr()
+            if ring is not None and ring_slots is not None:
+                assert ring_slots.dtype == torch.int32 and ring_slots.is_contiguous() and ring_slots.shape[0] <= tokens
+                self._set_cache("ring", ring)
+                call.ring_slots, call.ring_tokens = ring_slots.data_ptr(), ring_slots.shape[0]
+            if self.function(call):
+                raise MemoryError(f"no memory to store {tokens} tokens")
+
+    def _set_vectors(self, key: torch.Tensor, value: torch.Tensor) -> None:
+        """Set what their dtype and strides decide."""
         assert key.dtype == value.dtype and key.stride(2) == value.stride(2) == 1, (key.dtype, key.stride())
-        assert tokens <= key.shape[0] and tokens <= value.shape[0], (key.shape, value.shape, slots.shape)
         assert (key.shape[2], value.shape[2]) == tuple(self.layer.dim), (key.shape, value.shape)
-        assert not self.needs_positions or positions is not None, "the means of keys depend on their positions"
-        call = Store(
-            layer=ctypes.pointer(self.layer), pages=Cache.of(cache), slots=slots.data_ptr(), tokens=tokens,
-            kv_heads=key.shape[1], dtype=ELEMENT_TYPES[key.dtype], threads=torch.get_num_threads(),
-        )  # fmt: skip
-        if positions is not None:
-            assert positions.dtype == torch.int64 and positions.is_contiguous() and positions.shape[0] >= tokens
-            call.positions = positions.data_ptr()
-        if ring is not None and ring_slots is not None:
-            assert ring_slots.dtype == torch.int32 and ring_slots.is_contiguous() and ring_slots.shape[0] <= tokens
-            call.ring, call.ring_slots, call.ring_tokens = Cache.of(ring), ring_slots.data_ptr(), ring_slots.shape[0]
+        self._call.dtype = ELEMENT_TYPES[key.dtype]
         for role, vectors in enumerate((key, value)):
-            call.vectors[role] = vectors.data_ptr()
-            call.token_stride[role], call.head_stride[role] = vectors.stride()[:2]
-        if self.function(call):
-            raise MemoryError(f"no memory to store {tokens} tokens")
+            self._call.token_stride[role], self._call.head_stride[role] = vectors.stride()[:2]
+
+    def _set_cache(self, name: str, cache: torch.Tensor | None) -> None:
+        """Set the field `name`. What does not change from step to step is looked at once."""
+        known = self._caches.get(name)
+        if cache is None:
+            setattr(self._call, name, Cache())
+        elif known is None or known[0]() is not cache or known[1].data != cache.data_ptr():
+            made = Cache.of(cache)
+            self._caches[name] = weakref.ref(cache), made
+            setattr(self._call, name, made)
+        else:
+            setattr(self._call, name, known[1])
