@@ -1,29 +1,23 @@
-"""Decode attention of a layer on a CPU: `decode.cpp` for its format and heads, and what it is called with."""
+"""Decode attention of a layer on a CPU: `attend/` for its layout, and what it is called with."""
 
 from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
 from ...codecs.pages import PagedCodec
 from ...codecs.ring import Ring
-from ..checks import check_int32, check_pages
-from ..kernel_layout import kernel_layout
-from .build import SIMD, Program, load_library
+from ..checks import check_int32
+from .build import Program
 from .compiler import Target
-from .constants import constants_header
 from .jobs import Jobs, Largest
-from .tables import ELEMENT_TYPES, add_ring
+from .layer import ELEMENT_TYPES, Cache, Layer, Pointer, layer_of, load_for
 
-PROGRAM = Program(
-    "decode.cpp",
-    (*SIMD, "arguments.h", "jobs.h", "numbers.h", "pages.h", "queries.h", "ranges.h", "ring.h", "rotation.h",
-     "softmax.h", "threads.h", "tile.h"),
-)  # fmt: skip
-_ADDRESS, _NUMBER, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_double
+PAIRS, LATENTS = Program("attend/pairs.cpp"), Program("attend/latents.cpp")
+_NUMBER, _FLOAT = ctypes.c_int64, ctypes.c_double
 
 
 class DecodeOptions(Protocol):
@@ -40,27 +34,43 @@ class DecodeOptions(Protocol):
 
 
 class Arguments(ctypes.Structure):
-    """`Arguments` of arguments.h."""
+    """`Arguments` of attend/arguments.h."""
 
-    _fields_ = [
-        ("cache", _ADDRESS), ("cache_block_stride", _NUMBER), ("cache_head_stride", _NUMBER), ("block_size", _NUMBER),
-        ("requests", _NUMBER), ("block_table", _ADDRESS), ("block_table_stride", _NUMBER),
-        ("query_start", _ADDRESS), ("seq_lens", _ADDRESS),
-        ("query", _ADDRESS), ("query_type", _NUMBER), ("query_stride", _NUMBER), ("query_head_stride", _NUMBER),
-        ("output", _ADDRESS), ("output_type", _NUMBER), ("output_stride", _NUMBER), ("output_head_stride", _NUMBER),
-        ("kv_heads", _NUMBER), ("group", _NUMBER), ("head_dim", _NUMBER), ("value_dim", _NUMBER),
-        ("scale", _FLOAT), ("soft_cap", _FLOAT), ("sliding_window", _NUMBER), ("sinks", _ADDRESS),
-        ("rotation_constants", _ADDRESS), ("key_channels", _ADDRESS), ("value_channels", _ADDRESS),
-        ("key_channels_stride", _NUMBER), ("value_channels_stride", _NUMBER),
-        ("key_scale", _ADDRESS), ("value_scale", _ADDRESS), ("key_scale_stride", _NUMBER),
-        ("value_scale_stride", _NUMBER),
-        ("means", _ADDRESS), ("means_stride", _NUMBER), ("spectrum", _ADDRESS), ("mean_blocks", _NUMBER),
-        ("mean_block_tokens", _NUMBER),
-        ("ring", _ADDRESS), ("ring_block_stride", _NUMBER), ("ring_head_stride", _NUMBER),
-        ("ring_token_stride", _NUMBER), ("ring_block_size", _NUMBER), ("ring_table", _ADDRESS),
-        ("ring_table_stride", _NUMBER), ("ring_first", _ADDRESS), ("ring_window", _NUMBER),
-        ("threads", _NUMBER), ("workspace", _ADDRESS),
-    ]  # fmt: skip
+    _fields_ = (
+        ("layer", ctypes.POINTER(Layer)), ("pages", Cache), ("ring", Cache),
+        ("requests", _NUMBER), ("block_table", Pointer), ("block_table_stride", _NUMBER),
+        ("query_start", Pointer), ("seq_lens", Pointer),
+        ("query", Pointer), ("rope_query", Pointer), ("query_type", _NUMBER), ("query_stride", _NUMBER),
+        ("query_head_stride", _NUMBER), ("rope_stride", _NUMBER), ("rope_head_stride", _NUMBER),
+        ("output", Pointer), ("output_type", _NUMBER), ("output_stride", _NUMBER), ("output_head_stride", _NUMBER),
+        ("lse", Pointer), ("kv_heads", _NUMBER), ("group", _NUMBER), ("scale", _FLOAT), ("soft_cap", _FLOAT),
+        ("sliding_window", _NUMBER), ("sinks", Pointer), ("constant", Pointer),
+        ("ring_table", Pointer), ("ring_table_stride", _NUMBER), ("ring_first", Pointer), ("ring_window", _NUMBER),
+        ("threads", _NUMBER), ("workspace", Pointer),
+    )  # fmt: skip
+
+    @classmethod
+    def of(
+        cls, layer: Layer, cache: torch.Tensor, block_table: torch.Tensor, query_start: torch.Tensor,
+        seq_lens: torch.Tensor, query: torch.Tensor, output: torch.Tensor, ring: Ring | None,
+    ) -> Arguments:  # fmt: skip
+        """Return what pairs and latents are both called with. Tensors of requests are contiguous int32."""
+        check_int32(block_table)
+        assert query.stride(2) == output.stride(2) == 1, (query.stride(), output.stride())
+        call = cls(
+            layer=ctypes.pointer(layer), pages=Cache.of(cache), requests=seq_lens.shape[0],
+            block_table=block_table.data_ptr(), block_table_stride=block_table.stride(0),
+            query_start=query_start.data_ptr(), seq_lens=seq_lens.data_ptr(),
+            query=query.data_ptr(), query_type=ELEMENT_TYPES[query.dtype], query_stride=query.stride(0),
+            query_head_stride=query.stride(1), output=output.data_ptr(), output_type=ELEMENT_TYPES[output.dtype],
+            output_stride=output.stride(0), output_head_stride=output.stride(1), kv_heads=1, group=query.shape[1],
+            threads=torch.get_num_threads(),
+        )  # fmt: skip
+        if ring is not None:
+            check_int32(ring.block_table, ring.first)
+            call.ring, call.ring_window, call.ring_first = Cache.of(ring.cache), ring.window, ring.first.data_ptr()
+            call.ring_table, call.ring_table_stride = ring.block_table.data_ptr(), ring.block_table.stride(0)
+        return call
 
 
 class CpuDecode:
@@ -88,19 +98,13 @@ class CpuDecode:
         target: Target | None = None,
     ) -> None:
         self.codec, self.query_heads, self.kv_heads, self.options = codec, query_heads, kv_heads, options
-        header = constants_header(kernel_layout(codec.layout), codec.key.fmt.rotation)
-        library = load_library(PROGRAM, header, target)
-        self._jobs = Jobs(library, "decode", Arguments)
-        self._held: dict[str, torch.Tensor] = {}
-        self._fixed = self._fixed_arguments()
+        self.layer = layer_of(codec)
+        self._jobs = Jobs(load_for(PAIRS, codec, target), Arguments)
 
     def reserve(self, largest: Largest) -> None:
         """Take the workspace of the largest step."""
-        call = Arguments.from_buffer_copy(self._fixed)
-        transform: Any = self.codec.key.transform
-        call.ring, call.means = int(largest.has_ring), int(transform.centres)
-        call.threads = torch.get_num_threads()
-        self._jobs.reserve(call, largest)
+        group = self.query_heads // self.kv_heads
+        self._jobs.reserve(Arguments(**self._options(), kv_heads=self.kv_heads, group=group), self.layer, largest)
 
     def bind(
         self,
@@ -129,63 +133,24 @@ class CpuDecode:
         assert query.shape[1:] == (self.query_heads, key_dim) and query.stride(2) == 1, (query.shape, query.stride())
         assert output.shape[1:] == (self.query_heads, value_dim) and output.stride(2) == 1, (output.shape,)
         assert cache.shape[1] == self.kv_heads and cache.shape[3] == self.codec.slot_bytes, cache.shape
-        check_pages(cache, 1)
-        check_int32(block_table)
-        batch = Arguments.from_buffer_copy(self._fixed)
-        batch.requests = seq_lens.shape[0]
-        batch.cache, batch.block_size = cache.data_ptr(), cache.shape[2]
-        batch.cache_block_stride, batch.cache_head_stride = cache.stride(0), cache.stride(1)
-        batch.block_table, batch.block_table_stride = block_table.data_ptr(), block_table.stride(0)
         query_start, seq_lens = query_start.to(torch.int32).contiguous(), seq_lens.to(torch.int32).contiguous()
-        batch.query_start, batch.seq_lens = query_start.data_ptr(), seq_lens.data_ptr()
-        batch.query, batch.query_type = query.data_ptr(), ELEMENT_TYPES[query.dtype]
-        batch.query_stride, batch.query_head_stride, _ = query.stride()
-        batch.output, batch.output_type = output.data_ptr(), ELEMENT_TYPES[output.dtype]
-        batch.output_stride, batch.output_head_stride, _ = output.stride()
+        batch = Arguments.of(self.layer, cache, block_table, query_start, seq_lens, query, output, ring)
+        batch.kv_heads, batch.group = self.kv_heads, self.query_heads // self.kv_heads
+        for name, option in self._options().items():
+            setattr(batch, name, option)
         sinks = None if self.options.sinks is None else self.options.sinks.detach().float().contiguous()
         batch.sinks = None if sinks is None else sinks.data_ptr()
         held = (self, query, cache, block_table, query_start, seq_lens, output, ring, sinks)
-        self._add_means(batch, seq_lens)
-        if ring is not None:
-            add_ring(batch, ring)
-        batch.threads = torch.get_num_threads()
+        self.layer.grow_means(self.codec, seq_lens)
 
         def attend(_held: object = held) -> None:
             self._jobs.run(batch)
 
         return attend
 
-    def _fixed_arguments(self) -> Arguments:
-        """Return the arguments that are the same in all calls."""
-        key, value, fixed = self.codec.key, self.codec.value, Arguments()
-        fixed.kv_heads, fixed.group = self.kv_heads, self.query_heads // self.kv_heads
-        fixed.head_dim, fixed.value_dim = key.head_dim, value.head_dim
-        fixed.scale, fixed.soft_cap = self.options.scale, self.options.logits_soft_cap or 0.0
-        fixed.sliding_window = self.options.sliding_window or 0
-        self._table(fixed, "rotation_constants", key.rotation_constants)
-        for name, codec in (("key", key), ("value", value)):
-            self._table(fixed, f"{name}_channels", codec.channels.to(torch.int32))
-            self._table(fixed, f"{name}_scale", codec.transform.scale)
-        return fixed
-
-    def _table(self, arguments: Arguments, name: str, table: torch.Tensor | None) -> None:
-        """Set a table [heads, stored_dim] or [stored_dim], which is held, and its stride."""
-        if table is None:
-            return
-        self._held[name] = table = table.contiguous()
-        setattr(arguments, name, table.data_ptr())
-        if hasattr(arguments, f"{name}_stride"):
-            setattr(arguments, f"{name}_stride", table.stride(0) if table.ndim == 2 else 0)
-
-    def _add_means(self, arguments: Arguments, seq_lens: torch.Tensor) -> None:
-        transform: Any = self.codec.key.transform
-        if not transform.centres:
-            return
-        if transform.grows and seq_lens.shape[0]:
-            transform.means(seq_lens.max().view(1))
-        if "means" not in self._held:
-            self._held["means"] = transform.mean_rows()
-        means = self._held["means"]
-        arguments.means, arguments.means_stride = means.data_ptr(), means.stride(0) if means.shape[0] > 1 else 0
-        arguments.spectrum, arguments.mean_blocks = transform.spectrum.data_ptr(), transform.mean_blocks
-        arguments.mean_block_tokens = transform.block_tokens
+    def _options(self) -> dict[str, float]:
+        options = self.options
+        return {
+            "scale": options.scale, "soft_cap": options.logits_soft_cap or 0.0,
+            "sliding_window": options.sliding_window or 0,
+        }  # fmt: skip

@@ -1,4 +1,4 @@
-"""Store new tokens on a CPU, into pages and the ring: the host side of `store.cpp`."""
+"""Store new tokens on a CPU, into pages and the ring: the host side of `pages/store.h`."""
 
 from __future__ import annotations
 
@@ -7,13 +7,12 @@ import ctypes
 import torch
 
 from ...codecs.pages import PagedCodec
-from . import VECTOR_CHANNELS
 from .compiler import Target
-from .tables import ELEMENT_TYPES, Cache, Int, Layer, Pointer, layer_of, load_library_of_tables
+from .layer import ELEMENT_TYPES, PAGES, Cache, Int, Layer, Pointer, function_of, layer_of, load_for
 
 
 class Store(ctypes.Structure):
-    """`struct Store` of store.cpp."""
+    """`struct Store` of pages/store.h."""
 
     _fields_ = (
         ("layer", ctypes.POINTER(Layer)),
@@ -33,11 +32,6 @@ class Store(ctypes.Structure):
     )
 
 
-def load(target: Target | None = None, channels: int = VECTOR_CHANNELS) -> ctypes.CDLL:
-    """Return the library, compiled once for all formats. Raises BuildError."""
-    return load_library_of_tables("store", Store, target, channels)
-
-
 class CpuStore:
     """Stores the tokens of a layer; the bytes equal those of `PagedCodec.write` and of `codecs.ring.write`.
 
@@ -46,15 +40,14 @@ class CpuStore:
         target: None: the best of this processor.
 
     Raises:
-        BuildError: `store.cpp` cannot be compiled.
+        BuildError: `pages/pages.cpp` cannot be compiled.
         ValueError: the codec is not served: see `cpp_lacks`.
     """
 
     def __init__(self, codec: PagedCodec, *, target: Target | None = None) -> None:
         self.layer = layer_of(codec)
         self.needs_positions = codec.key.transform.needs_positions
-        self.function = load(target).pk_store
-        self.function.argtypes = [ctypes.POINTER(Store)]
+        self.function = function_of(load_for(PAGES, codec, target), "pk_store", Store)
 
     def __call__(
         self,
