@@ -14,11 +14,10 @@ from ..layout import MICRO_BLOCK
 from ..reference.latent_attention import page_lens
 from ..window.slots import fill_slots
 from .checks import DTYPE, MOST, REPEATS, Check, rounds_that_differ, share_of_bytes, steps, vectors
-from .launches import LatentLayer
+from .launches import RANK, ROPE_DIM, LatentLayer
 from .reference import Source, attention, relative_rms
 from .requests import BLOCK, POISON, RING_BLOCK, RequestBatch, Requests, Shape
 
-RANK, ROPE_DIM = 512, 64
 SHAPES = (Shape(192, 1, 16, 64, longest=4), Shape(192, 1, 16, 0))
 """16 query heads, of 128 channels and 64 of RoPE before latents are folded in."""
 DECODE_BOUND, GATHER_BOUND = 2e-3, 2.0**-11

@@ -15,18 +15,19 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from packed_kv.codecs.rotations import ROTATIONS
 from packed_kv.formats import CODES, FORMATS
-from packed_kv.kernels import kernel_cache
-from packed_kv.kernels.cpu import build, compiler
+from packed_kv.kernels import cpu, kernel_cache
+from packed_kv.kernels.cpu import build, compiler, vectors
 from packed_kv.kernels.cpu.build import Program, load_library
 from packed_kv.kernels.cpu.compiler import BuildError, Compiler, NoCompiler, find_compiler, is_usable, target_of
 from packed_kv.kernels.cpu.constants import constants_header, integer_unit
-from packed_kv.kernels.cpu.decode import PROGRAM
-from packed_kv.kernels.kernel_layout import kernel_layout
-from packed_kv.layout import page_layout
+from packed_kv.kernels.cpu.decode import LATENTS, PAIRS
+from packed_kv.kernels.cpu.layer import PAGES
+from packed_kv.layout import latent_layout, page_layout
 
 ONE_LINE = re.compile(r"[^\n]+")
-TINY = Program("tiny.cpp", ())
+TINY = Program("tiny.cpp")
 SOURCE = '#include "constants.h"\nextern "C" __attribute__((visibility("default"))) int answer() { return ANSWER; }\n'
 
 
@@ -324,7 +325,7 @@ def test_levels_are_integers() -> None:
 def test_a_library_needs_the_c_library_alone() -> None:
     """Neither libstdc++, which hosts may have in other versions, nor an OpenMP library, whose threads would be more."""
     fmt = FORMATS["tq4"]
-    library = load_library(PROGRAM, constants_header(kernel_layout(page_layout(fmt, 64)), fmt.rotation))
+    library = load_library(PAIRS, constants_header(page_layout(fmt, 64), fmt.rotation))
     content = Path(library._name).read_bytes()
     needed = set(re.findall(rb"lib[\w+.-]+\.so[.\d]*", content))
     assert needed <= {b"libc.so.6", b"libm.so.6", b"libdl.so.2"} and isinstance(library, ctypes.CDLL), needed
@@ -345,3 +346,11 @@ def test_a_library_is_compiled_in_the_cache_where_others_can_change_tmpdir(
     assert len(os.listdir(cache)) == 1 and not os.listdir(shared)
     cache.chmod(0o777)
     assert "others can rename what is in it" in error_of(lambda: answer(4))
+
+
+def test_a_rotation_that_is_not_in_cpp_does_not_compile() -> None:
+    """Neither is it none, nor another."""
+    for program in (PAIRS, LATENTS, PAGES, vectors.PROGRAM):
+        layout = latent_layout(FORMATS["tq4"], 96, 32) if program is LATENTS else page_layout(FORMATS["tq4"], 64)
+        assert "octonion" in error_of(lambda: load_library(program, constants_header(layout, "octonion")))  # noqa: B023
+    assert set(ROTATIONS) == set(cpu.ROTATIONS) == {fmt.rotation for fmt in FORMATS.values()}

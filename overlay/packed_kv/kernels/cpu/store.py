@@ -1,21 +1,19 @@
-"""Store new tokens on a CPU, into pages and the ring: the host side of `store.cpp`."""
+"""Store new tokens on a CPU, into pages and the ring: the host side of `pages/store.h`."""
 
 from __future__ import annotations
 
 import ctypes
 import threading
-import weakref
 
 import torch
 
 from ...codecs.pages import PagedCodec
-from . import VECTOR_CHANNELS
 from .compiler import Target
-from .tables import ELEMENT_TYPES, Cache, Int, Layer, Pointer, layer_of, load_library_of_tables
+from .layer import ELEMENT_TYPES, PAGES, Cache, Int, KnownCaches, Layer, Pointer, function_of, layer_of, load_for
 
 
 class Store(ctypes.Structure):
-    """`struct Store` of store.cpp."""
+    """`struct Store` of pages/store.h."""
 
     _fields_ = (
         ("layer", ctypes.POINTER(Layer)),
@@ -35,11 +33,6 @@ class Store(ctypes.Structure):
     )
 
 
-def load(target: Target | None = None, channels: int = VECTOR_CHANNELS) -> ctypes.CDLL:
-    """Return the library, compiled once for all formats. Raises BuildError."""
-    return load_library_of_tables("store", Store, target, channels)
-
-
 class CpuStore:
     """Stores the tokens of a layer; the bytes equal those of `PagedCodec.write` and of `codecs.ring.write`.
 
@@ -48,18 +41,16 @@ class CpuStore:
         target: None: the best of this processor.
 
     Raises:
-        BuildError: `store.cpp` cannot be compiled.
+        BuildError: `pages/pages.cpp` cannot be compiled.
         ValueError: the codec is not served: see `cpp_lacks`.
     """
 
     def __init__(self, codec: PagedCodec, *, target: Target | None = None) -> None:
         self.layer = layer_of(codec)
         self.needs_positions = codec.key.transform.needs_positions
-        self.function = load(target).pk_store
-        self.function.argtypes = [ctypes.POINTER(Store)]
-        self._call, self._lock = Store(layer=ctypes.pointer(self.layer)), threading.Lock()
+        self.function = function_of(load_for(PAGES, codec, target), "pk_store", Store)
+        self._call, self._lock, self._caches = Store(layer=ctypes.pointer(self.layer)), threading.Lock(), KnownCaches()
         self._layout: tuple[object, ...] = ()
-        self._caches: dict[str, tuple[weakref.ref[torch.Tensor], Cache]] = {}
 
     def __call__(
         self,
@@ -92,19 +83,18 @@ class CpuStore:
             tokens = slots.shape[0]  # len() of a tensor takes ten times as long
             assert slots.dtype == torch.int64 and slots.is_contiguous(), (slots.dtype, slots.stride())
             assert tokens <= key.shape[0] and tokens <= value.shape[0], (key.shape, value.shape, slots.shape)
+            call.pages = Cache() if cache is None else self._caches.of("pages", cache)
             call.slots, call.tokens, call.threads = slots.data_ptr(), tokens, torch.get_num_threads()
             call.vectors[0], call.vectors[1], call.kv_heads = key.data_ptr(), value.data_ptr(), key.shape[1]
-            call.positions = call.ring_slots = None
-            call.ring_tokens = 0
-            self._set_cache("pages", cache)
             if self.needs_positions:
                 assert positions is not None, "the means of keys depend on their positions"
                 assert positions.dtype == torch.int64 and positions.is_contiguous() and positions.shape[0] >= tokens
                 call.positions = positions.data_ptr()
+            call.ring_tokens = 0
             if ring is not None and ring_slots is not None:
                 assert ring_slots.dtype == torch.int32 and ring_slots.is_contiguous() and ring_slots.shape[0] <= tokens
-                self._set_cache("ring", ring)
-                call.ring_slots, call.ring_tokens = ring_slots.data_ptr(), ring_slots.shape[0]
+                call.ring, call.ring_slots = self._caches.of("ring", ring), ring_slots.data_ptr()
+                call.ring_tokens = ring_slots.shape[0]
             if self.function(call):
                 raise MemoryError(f"no memory to store {tokens} tokens")
 
@@ -115,15 +105,3 @@ class CpuStore:
         self._call.dtype = ELEMENT_TYPES[key.dtype]
         for role, vectors in enumerate((key, value)):
             self._call.token_stride[role], self._call.head_stride[role] = vectors.stride()[:2]
-
-    def _set_cache(self, name: str, cache: torch.Tensor | None) -> None:
-        """Set the field `name`. What does not change from step to step is looked at once."""
-        known = self._caches.get(name)
-        if cache is None:
-            setattr(self._call, name, Cache())
-        elif known is None or known[0]() is not cache or known[1].data != cache.data_ptr():
-            made = Cache.of(cache)
-            self._caches[name] = weakref.ref(cache), made
-            setattr(self._call, name, made)
-        else:
-            setattr(self._call, name, known[1])

@@ -1,53 +1,43 @@
 // Attention over the recent tokens in a ring, in fp32: they are few.
 #pragma once
-#include "queries.h"
+#include "softmax.h"
 
 INLINE float ring_scale(uint8_t byte) {
   uint32_t bits = (uint32_t)byte << 20;
   float x;
   memcpy(&x, &bits, 4);
-  return x * (SCALE_BIAS / 128);  // codes are 128ths
+  return x * (SCALE_BIAS * RING_UNIT);
 }
 
-// Where `count` tokens of request r from `first` on are.
-static inline void ring_slots(const Arguments& a, long r, long head, long first, int count, const uint8_t** slots) {
-  const int32_t* table = a.ring_table + r * a.ring_table_stride;
-  const uint8_t* ring = a.ring + head * a.ring_head_stride;
-  long block = first / a.ring_block_size, in_block = first % a.ring_block_size;
-  for (int i = 0; i < count; i++, in_block++) {
-    if (in_block == a.ring_block_size) block++, in_block = 0;
-    slots[i] = ring + table[block] * a.ring_block_stride + in_block * a.ring_token_stride;
-  }
-}
-
-// Scores of a token for C columns, to scores[column * TILE].
-template <int C> INLINE void score_slot(const uint8_t* slot, const float* rotated, float* scores) {
+// Scores of a token for C columns, to scores[column * tile].
+template <int C> INLINE void score_slot(const uint8_t* slot, const float* queries, float* scores, int tile) {
   Floats sum[C];
   for (int c = 0; c < C; c++) sum[c] = broadcast(0);
-  for (int group = 0; group < GROUPS; group++) {
+  for (int group = 0; group < ALL_GROUPS; group++) {
     Floats scale = broadcast(ring_scale(slot[RING_SCALES_AT[0] + group]));
     for (int i = group * GROUP_SIZE; i < (group + 1) * GROUP_SIZE; i += VECTOR_FLOATS) {
       Floats key = load_ring_codes(slot + RING_CODES_AT[0] + i) * scale;
-      for (int c = 0; c < C; c++) sum[c] = multiply_add(load_floats(rotated + c * STORED_DIM + i), key, sum[c]);
+      for (int c = 0; c < C; c++) sum[c] = multiply_add(load_floats(queries + c * ALL_CHANNELS + i), key, sum[c]);
     }
   }
-  for (int c = 0; c < C; c++) scores[c * TILE] = horizontal_sum(sum[c]);
+  for (int c = 0; c < C; c++) scores[c * tile] = horizontal_sum(sum[c]);
 }
 
 // Adds V of `count` tokens, times their exponentials and a factor by column, for C columns.
 template <int C>
-static void add_slots(const uint8_t* const* slots, long count, const float* scores, const float* factors, float* sums) {
+static void add_slots(const uint8_t* const* slots, long count, const float* scores, int tile, const float* factors,
+                      float* sums) {
   constexpr int AT_ONCE = 2;  // vectors: sums enough that none waits for its last addition
   for (int group = 0; group < GROUPS; group++)
     for (int i = group * GROUP_SIZE; i < (group + 1) * GROUP_SIZE; i += AT_ONCE * VECTOR_FLOATS) {
       Floats sum[AT_ONCE][C];
       for (int k = 0; k < AT_ONCE * C; k++) sum[k / C][k % C] = broadcast(0);
       for (long n = 0; n < count; n++) {
-        Floats scale = broadcast(ring_scale(slots[n][RING_SCALES_AT[1] + group])), value[AT_ONCE];
+        Floats scale = broadcast(ring_scale(slots[n][RING_SCALES_AT[VALUE] + group])), value[AT_ONCE];
         for (int k = 0; k < AT_ONCE; k++)
-          value[k] = load_ring_codes(slots[n] + RING_CODES_AT[1] + i + k * VECTOR_FLOATS) * scale;
+          value[k] = load_ring_codes(slots[n] + RING_CODES_AT[VALUE] + i + k * VECTOR_FLOATS) * scale;
         for (int c = 0; c < C; c++) {
-          Floats weight = broadcast(scores[c * TILE + n]);
+          Floats weight = broadcast(scores[c * tile + n]);
           for (int k = 0; k < AT_ONCE; k++) sum[k][c] = multiply_add(weight, value[k], sum[k][c]);
         }
       }
