@@ -45,10 +45,13 @@ def load(dtype: str, head_dim: int) -> float:
     """Return the seconds until the libraries of a dtype are there."""
     from packed_kv.attention import cpu
     from packed_kv.formats import FORMATS
+    from packed_kv.kernels.served import Pairs
+    from packed_kv.layout import page_layout
 
+    fmt, page = FORMATS[dtype], page_layout(FORMATS[dtype], head_dim)
     started = time.perf_counter()
-    cpu.compile_ahead(FORMATS[dtype], head_dim, attends=True)
-    cpu.wait_for_libraries(FORMATS[dtype], head_dim, attends=True)
+    cpu.compile_ahead(Pairs(fmt, head_dim, group=1), page, attends=True)
+    cpu.wait_for_libraries(page, fmt.rotation, attends=True)
     return time.perf_counter() - started
 
 

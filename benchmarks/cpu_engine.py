@@ -1,12 +1,14 @@
 """Decode steps and prompts of packed dtypes against bf16 on a CPU, and the store kernel against its reference.
 
-    python benchmarks/cpu_engine.py [MODEL] [--8b] [--dtypes NAME ...] [--recent-tokens N] [--threads N] [--csv FILE]
+    python benchmarks/cpu_engine.py [MODEL] [--8b] [--dtypes NAME ...] [--shapes R,N ...] [--recent-tokens N]
+        [--threads N] [--csv FILE]
 
 Engines of all dtypes live in one process and take turns, so that what else the machine does falls on all alike; figures
-are milliseconds of a step, and prompt tokens a second, each with its ratio to bf16 (`auto`). With one thread they are
-CPU time, with more they are wall-clock time. Shapes: requests x tokens; `512 behind 4096` is a prompt of 4,608 tokens
-of which the prefix cache has 4,096. `--8b` adds steps of four layers of the 8B shape with dummy weights, whose contexts
-are filled as bench_engine.py says. `store` is one layer's K and V of 2,048 tokens, one thread on both sides.
+are milliseconds of a step, and prompt tokens a second, each with its ratio to bf16 (`auto`), and beside them the CPU
+time of all threads (`cpu_ms`, `cpu_ratio`), which other work on a shared machine disturbs less. Shapes: requests x
+tokens; `512 behind 4096`, where no shapes are named, is a prompt of 4,608 tokens of which the prefix cache has 4,096.
+`--8b` adds steps of four layers of the 8B shape with dummy weights, whose contexts are filled as bench_engine.py says.
+`store` is one layer's K and V of 2,048 tokens, one thread on both sides.
 """
 
 from __future__ import annotations
@@ -18,9 +20,9 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 os.environ.update(
     VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_LOGGING_LEVEL="ERROR", VLLM_CPU_OMP_THREADS_BIND="nobind",
@@ -43,9 +45,8 @@ def main() -> None:
     import torch
 
     torch.set_num_threads(options.threads)
-    clock = time.process_time if options.threads == 1 else time.perf_counter
     if options.model:
-        bench_engines(options, clock)
+        bench_engines(options)
     if options.shape_8b:
         bench_8b(options)
     torch.set_num_threads(1)
@@ -61,6 +62,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("model", nargs="?", help="folder of a model, with weights or without; if left out, none")
     made.add_argument("--8b", dest="shape_8b", action="store_true", help="steps of four layers of the 8B shape, too")
     made.add_argument("--dtypes", nargs="+", default=["tq4"])
+    made.add_argument("--shapes", nargs="+", metavar="R,N", help="requests and tokens of each")
     made.add_argument("--recent-tokens", type=int, default=64)
     made.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     made.add_argument("--rounds", type=int, default=3)
@@ -68,41 +70,67 @@ def parser() -> argparse.ArgumentParser:
     return made
 
 
-def put(options: argparse.Namespace, name: str, what: str, figures: dict[str, str], ratio: float) -> None:
+def put(
+    options: argparse.Namespace,
+    name: str,
+    what: str,
+    figures: dict[str, str],
+    ratio: float,
+    cpu_ratio: float | None = None,
+) -> None:
     """Print a line, and append a row."""
     from rows import append, commit_here, machine, processor
 
     shown = ", ".join(f"{key} {value}" for key, value in figures.items())
-    print(f"{name:13s} {what}: {shown} ({ratio:.2f})", flush=True)
+    print(f"{name:13s} {what}: {shown} ({ratio:.2f}"
+          f"{'' if cpu_ratio is None else f', CPU time {cpu_ratio:.2f}'})", flush=True)  # fmt: skip
     if options.csv:
-        both = {"ms": "", "tokens_a_second": "", "reference_ms": "", **figures}
-        row = {"dtype": name, "what": what, "threads": options.threads, **both, "ratio": f"{ratio:.3f}"}
+        both = {"ms": "", "cpu_ms": "", "tokens_a_second": "", "reference_ms": "", **figures}
+        ratios = {"ratio": f"{ratio:.3f}", "cpu_ratio": "" if cpu_ratio is None else f"{cpu_ratio:.3f}"}
+        row = {"dtype": name, "what": what, "threads": options.threads, **both, **ratios}
         append(options.csv, {**row, "cpu": processor(), **machine(), "commit": commit_here()})
 
 
-def bench_engines(options: argparse.Namespace, clock: Callable[[], float]) -> None:
+class Times(NamedTuple):
+    """Seconds of the clock, and of all threads' CPU time."""
+
+    wall: float
+    cpu: float
+
+    @classmethod
+    def now(cls) -> Times:
+        return cls(time.perf_counter(), time.process_time())
+
+    @classmethod
+    def median(cls, times: Sequence[Times]) -> Times:
+        return cls(*map(statistics.median, zip(*times, strict=True)))
+
+
+def bench_engines(options: argparse.Namespace) -> None:
     """Steps and prompts of all dtypes, in turns."""
     engines = {name: start(options, name) for name in (BASELINE, *options.dtypes)}
-    for requests, tokens in SHAPES:
-        steps: dict[str, list[float]] = {name: [] for name in engines}
-        prompts: dict[str, list[float]] = {name: [] for name in engines}
+    for requests, tokens in [tuple(map(int, shape.split(","))) for shape in options.shapes or ()] or SHAPES:
+        steps: dict[str, list[Times]] = {name: [] for name in engines}
+        prompts: dict[str, list[Times]] = {name: [] for name in engines}
         for round_ in range(options.rounds + 1):  # the first one warms up
             for name, llm in engines.items():
                 llm.reset_prefix_cache()
-                first, *rest = run(llm, prompts_of(requests, tokens, round_), NEW_TOKENS, clock)
+                first, *rest = run(llm, prompts_of(requests, tokens, round_), NEW_TOKENS)
                 if round_:
                     prompts[name].append(first)
-                    steps[name].append(statistics.median(rest))
+                    steps[name].append(Times.median(rest))
         shape = f"{requests} x {tokens}"
         report(options, f"decode step, {shape}", steps)
         report(options, f"prompt, {shape}", prompts, requests * tokens)
-    later: dict[str, list[float]] = {name: [] for name in engines}
+    if options.shapes:
+        return
+    later: dict[str, list[Times]] = {name: [] for name in engines}
     for round_ in range(options.rounds + 1):
         for name, llm in engines.items():
             llm.reset_prefix_cache()
             (prompt,) = prompts_of(1, PREFIX + CHUNK, round_)
-            run(llm, [prompt[:PREFIX]], 1, clock)
-            first = run(llm, [prompt], 1, clock)[0]
+            run(llm, [prompt[:PREFIX]], 1)
+            first = run(llm, [prompt], 1)[0]
             if round_:
                 later[name].append(first)
     report(options, f"prompt, {CHUNK} behind {PREFIX}", later, CHUNK)
@@ -131,17 +159,26 @@ def bench_8b(options: argparse.Namespace) -> None:
             for _ in range(options.rounds):
                 for name, engine in engines.items():
                     steps[name].append(statistics.median(engine.decode_steps(requests, context, STEPS_8B)))
-            report(options, f"decode step, 8B's 4 layers, {requests} x {context}", steps)
+            median = {name: statistics.median(times) for name, times in steps.items()}
+            for name, time_ in median.items():
+                what = f"decode step, 8B's 4 layers, {requests} x {context}"
+                put(options, name, what, {"ms": f"{time_ * 1e3:.1f}"}, time_ / median[BASELINE])
 
 
-def report(options: argparse.Namespace, what: str, seconds: dict[str, list[float]], tokens: int | None = None) -> None:
+def report(options: argparse.Namespace, what: str, seconds: dict[str, list[Times]], tokens: int | None = None) -> None:
     """Print milliseconds of a step, or tokens a second of prompts of `tokens` tokens, and their ratio to bf16's."""
-    median = {name: statistics.median(times) for name, times in seconds.items()}
-    for name, time_ in median.items():
+    median = {name: Times.median(times) for name, times in seconds.items()}
+    base = median[BASELINE]
+    for name, (wall, cpu) in median.items():
         if tokens is None:
-            put(options, name, what, {"ms": f"{time_ * 1e3:.1f}"}, time_ / median[BASELINE])
+            put(options, name, what, _ms(wall, cpu), wall / base.wall, cpu / base.cpu)
         else:
-            put(options, name, what, {"tokens_a_second": f"{tokens / time_:.0f}"}, median[BASELINE] / time_)
+            rate = {"tokens_a_second": f"{tokens / wall:.0f}", "cpu_ms": f"{cpu * 1e3:.1f}"}
+            put(options, name, what, rate, base.wall / wall, base.cpu / cpu)
+
+
+def _ms(wall: float, cpu: float) -> dict[str, str]:
+    return {"ms": f"{wall * 1e3:.1f}", "cpu_ms": f"{cpu * 1e3:.1f}"}
 
 
 def start(options: argparse.Namespace, name: str) -> Any:
@@ -165,18 +202,20 @@ def prompts_of(requests: int, tokens: int, seed: int) -> list[list[int]]:
     return [torch.randint(10, 40000, (tokens,), generator=random).tolist() for _ in range(requests)]
 
 
-def run(llm: Any, prompts: list[list[int]], new_tokens: int, clock: Callable[[], float]) -> list[float]:
-    """Seconds of each step: the prompts' first, then decodes."""
+def run(llm: Any, prompts: list[list[int]], new_tokens: int) -> list[Times]:
+    """Time of each step: the prompts' first, then decodes."""
     from vllm import SamplingParams
 
-    engine, times = llm.llm_engine, []
+    engine = llm.llm_engine
+    times: list[Times] = []
     sampling = SamplingParams(temperature=0, max_tokens=new_tokens + 1, ignore_eos=True, detokenize=False)
     for number, prompt in enumerate(prompts):
         engine.add_request(f"{time.monotonic_ns()}-{number}", {"prompt_token_ids": prompt}, sampling)
     while engine.has_unfinished_requests():
-        before = clock()
+        before = Times.now()
         engine.step()
-        times.append(clock() - before)
+        after = Times.now()
+        times.append(Times(after.wall - before.wall, after.cpu - before.cpu))
     return times
 
 

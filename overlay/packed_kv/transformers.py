@@ -28,8 +28,8 @@ from .channel_calibration import LayerCalibration
 from .codecs import format_named
 from .codecs.pages import PagedCodec
 from .json_file import printable
-from .kernels.cpu import tables
 from .kernels.cpu.compiler import BuildError
+from .kernels.cpu.layer import ELEMENT_TYPES
 from .kernels.cpu.vectors import CpuVectors
 from .kernels.served import Pairs, cpp_lacks
 from .layout import RECENT_TOKENS
@@ -179,7 +179,7 @@ def _checked(mask: torch.Tensor | None) -> torch.Tensor | None:
 def _kernel_of(codec: PagedCodec, dtype: torch.dtype) -> CpuVectors | None:
     """The kernels of a layer on a CPU, or None; without a compiler a warning, once, says why."""
     key = codec.key
-    is_served = dtype in tables.ELEMENT_TYPES and not cpp_lacks(Pairs(key.fmt, key.head_dim, group=1))
+    is_served = dtype in ELEMENT_TYPES and not cpp_lacks(Pairs(key.fmt, key.head_dim, group=1))
     if key.device.type != "cpu" or not is_served:
         return None
     try:

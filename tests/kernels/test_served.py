@@ -90,7 +90,7 @@ def lines(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(impl, "window_tokens_of_model", lambda _config: 0)
     for module, names in (
         (pairs_on_cpu, ("wait_for_libraries", "compile_ahead", "CpuPrefill", "prefill_refusal")),
-        (pairs_on_cpu.store, ("CpuStore",)), (latents_on_cpu, ("wait_for",)),
+        (pairs_on_cpu.store, ("CpuStore",)), (latents_on_cpu, ("wait_for_libraries",)),
     ):  # fmt: skip
         for name in names:
             monkeypatch.setattr(module, name, lambda *_arguments, **_options: None)

@@ -7,23 +7,25 @@ only `reference/attention.py` gives.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 from vllm.logger import init_logger
 
 from ..formats import Format
-from ..kernels.cpu import decode, gather, store
-from ..kernels.cpu.build import load_library
+from ..kernels.cpu import decode, store
+from ..kernels.cpu.build import Program, load_library
 from ..kernels.cpu.compiler import BuildError
 from ..kernels.cpu.constants import constants_header
+from ..kernels.cpu.decode import LATENTS, PAIRS
 from ..kernels.cpu.jobs import Largest
-from ..kernels.kernel_layout import kernel_layout
+from ..kernels.cpu.layer import PAGES
 from ..kernels.precompile import Precompiler, wait_for
-from ..kernels.served import CPP, Engine, Pairs, cpp_lacks, longest_of, who_serves
-from ..layout import page_layout
+from ..kernels.served import CPP, Engine, Latents, Pairs, cpp_lacks, longest_of, who_serves
+from ..layout import PageLayout
 from ..reference.attention import AttentionOptions
 from .cpu_prefill import CpuPrefill
 from .cpu_prefill import refusal as prefill_refusal
@@ -42,7 +44,7 @@ SLOWER = "10 to 25 times"
 """Time of a decode step in PyTorch, in steps of these kernels, as benchmarks/cpu.py measures it."""
 
 
-class CpuPairs(DecodeKernel[DecodeBatch, None]):
+class CpuPairs(DecodeKernel[decode.Step, None]):
     """The C++ decode kernel of one layer of pairs. It rotates queries, and knows nothing of context parallelism.
 
     Args:
@@ -64,12 +66,15 @@ class CpuPairs(DecodeKernel[DecodeBatch, None]):
         self.decode.reserve(largest)
         self.longest = longest_of(CPP, Pairs(codec.key.fmt, codec.key.head_dim, query_heads // kv_heads))
 
+    def prepare(self, batch: DecodeBatch) -> decode.Step:
+        return decode.prepare_step(batch.block_table, batch.query_start, batch.seq_lens, batch.ring)
+
     def attend(
-        self, step: DecodeBatch, cache: torch.Tensor, queries: tuple[torch.Tensor, ...], ring: Ring | None = None,
+        self, step: decode.Step, cache: torch.Tensor, queries: tuple[torch.Tensor, ...], ring: Ring | None = None,
         output: torch.Tensor | None = None,
     ) -> None:  # fmt: skip
         assert output is not None
-        self.decode.bind(queries[0], cache, step.block_table, step.query_start, step.seq_lens, output, ring)()
+        self.decode(step, queries[0], cache, output, ring)
 
 
 def find_kernels(
@@ -84,7 +89,7 @@ def find_kernels(
     if served.kernel != CPP:
         warn_of_pytorch(fmt.name, served.reason)
         return in_pytorch
-    wait_for_libraries(fmt, head_dim, attends=attends)
+    wait_for_libraries(layer.codec.layout, fmt.rotation, attends=attends)
     sizes = layer.codec, layer.query_heads, layer.kv_heads, layer.options
     try:
         library = FunctionStore(store.CpuStore(layer.codec))
@@ -106,36 +111,32 @@ def find_kernels(
         return in_pytorch
 
 
-def compile_ahead(fmt: Format, head_dim: int, *, attends: bool) -> None:
-    """Begin to compile what a layer's routes need, in other threads, while vLLM loads the model."""
-    if cpp_lacks(Pairs(fmt, head_dim, group=1)):
+def compile_ahead(asked: Pairs | Latents, page: PageLayout, *, attends: bool) -> None:
+    """Begin to compile what layers with these pages need, in other threads, while vLLM loads the model."""
+    if asked.fmt is None or cpp_lacks(asked):
         return
     with Precompiler() as ahead:
-        for name, load in _libraries(fmt, head_dim, attends=attends).items():
-            ahead.note(name, lambda load=load: without_error(load))  # type: ignore[misc]
+        for name, load in _libraries(page, asked.fmt.rotation, attends=attends).items():
+            ahead.note(name, load)
 
 
-def wait_for_libraries(fmt: Format, head_dim: int, *, attends: bool) -> None:
+def wait_for_libraries(page: PageLayout, rotation: str, *, attends: bool) -> None:
     """Wait until these libraries are compiled, or have failed: to load one then says why."""
-    for name in _libraries(fmt, head_dim, attends=attends):
+    for name in _libraries(page, rotation, attends=attends):
         wait_for(name)
 
 
-def _libraries(fmt: Format, head_dim: int, *, attends: bool) -> dict[tuple[object, ...], Callable[[], object]]:
-    of_all: dict[tuple[object, ...], Callable[[], object]] = {("cpu", "store"): store.load}
-    if not attends:
-        return of_all
-    constants = constants_header(kernel_layout(page_layout(fmt, head_dim)), fmt.rotation)
-    of_decodes: dict[tuple[object, ...], Callable[[], object]] = {
-        ("cpu", "decode", constants): lambda: load_library(decode.PROGRAM, constants)
-    }  # first, as they take longest
-    return {**of_decodes, **of_all, ("cpu", "gather"): gather.load}
+def _libraries(page: PageLayout, rotation: str, *, attends: bool) -> dict[Hashable, Callable[[], object]]:
+    constants = constants_header(page, rotation)
+    decodes = LATENTS if page.rope else PAIRS
+    programs = (decodes, PAGES) if attends else (PAGES,)  # the one that takes longest first
+    return {(program, constants): partial(_load_or_pass, program, constants) for program in programs}
 
 
-def without_error(load: Callable[[], object]) -> None:
-    """Call `load`, and pass over a library that cannot be built: to load it later says why."""
+def _load_or_pass(program: Program, constants: str) -> None:
+    """Pass over a library that cannot be built: to load it later says why."""
     with suppress(BuildError):
-        load()
+        load_library(program, constants)
 
 
 def warn_of_pytorch(name: str, reason: str, slower: str = SLOWER) -> None:

@@ -37,7 +37,8 @@ class PairStore:
         assert batch.key is not None and batch.value is not None
         in_ring = 0
         if window:
-            in_ring = tokens if metadata.has_new_prompts(decodes) else metadata.query_starts[decodes]
+            is_all = decodes == len(metadata.context) or metadata.has_new_prompts(decodes)
+            in_ring = tokens if is_all else metadata.query_starts[decodes]
 
         def make() -> Any:
             ring_slots = window.metadata.slots[:in_ring] if window and in_ring else None

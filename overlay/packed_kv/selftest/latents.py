@@ -12,11 +12,10 @@ from ..codecs.latent import LatentCodec
 from ..formats import Format
 from ..reference.latent_attention import page_lens
 from .checks import DTYPE, MOST, REPEATS, Check, rounds_that_differ, share_of_bytes, steps, vectors
-from .launches import LatentLayer
+from .launches import RANK, ROPE_DIM, LatentLayer
 from .reference import Source, attention, relative_rms
 from .requests import BLOCK, POISON, RING_BLOCK, LayerShape, RequestBatch, Requests
 
-RANK, ROPE_DIM = 512, 64
 SHAPES = (LayerShape(192, 1, 16, 64, longest=4), LayerShape(192, 1, 16, 0))
 """16 query heads, of 128 channels and 64 of RoPE before latents are folded in."""
 DECODE_BOUND, GATHER_BOUND = 2e-3, 2.0**-11

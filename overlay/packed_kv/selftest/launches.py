@@ -12,7 +12,6 @@ from vllm.v1.worker.workspace import init_workspace_manager
 
 from ..attention import cpu
 from ..attention.factory import latent_kernels, pair_kernels
-from ..attention.latent import cpu as latent_cpu
 from ..attention.latent.in_pytorch import PrefixChunk, RecentContext
 from ..attention.layer import PairAttention
 from ..attention.layouts import LatentLayout, PairLayout
@@ -25,7 +24,8 @@ from ..codecs.pages import PagedCodec
 from ..codecs.ring import Ring
 from ..formats import Format
 from ..kernels.precompile import Precompiler
-from ..kernels.served import CPP, PYTORCH
+from ..kernels.served import CPP, PYTORCH, Latents, Pairs
+from ..layout import latent_layout, page_layout
 from ..reference.attention import AttentionOptions
 from ..window.layer import SUFFIX, WindowLayer
 from ..window.metadata import WindowMetadata, slot_filler
@@ -34,6 +34,8 @@ from .requests import BLOCK, RING_BLOCK, LayerShape, RequestBatch, ring_blocks
 
 HEAD_DIMS = (64, 128)
 """The route of layers that no kernel serves."""
+RANK, ROPE_DIM = 512, 64
+"""Channels of latents, and of RoPE beside them."""
 
 
 def prepare(device: torch.device, formats: Iterable[Format]) -> None:
@@ -44,8 +46,8 @@ def prepare(device: torch.device, formats: Iterable[Format]) -> None:
     current_platform.import_kernels()
     for fmt in formats:
         for head_dim in HEAD_DIMS:
-            cpu.compile_ahead(fmt, head_dim, attends=True)
-    latent_cpu.compile_ahead()
+            cpu.compile_ahead(Pairs(fmt, head_dim, group=1), page_layout(fmt, head_dim), attends=True)
+        cpu.compile_ahead(Latents(fmt, RANK, ROPE_DIM, heads=1), latent_layout(fmt, RANK, ROPE_DIM), attends=True)
 
 
 class PairLayer:

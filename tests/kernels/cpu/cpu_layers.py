@@ -4,18 +4,30 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from packed_kv.codecs.pages import PagedCodec
 from packed_kv.formats import FORMATS
-from packed_kv.kernels.cpu.compiler import TARGETS, Target, processor
+from packed_kv.kernels.cpu.compiler import TARGETS, Target, is_usable
 from packed_kv.layout import ring_slot_bytes
 from packed_kv.model.rope import Rope
 from page_codecs import page_codec
 
-HERE = [target for target in TARGETS if processor()[1].issuperset(target.features)]
+HERE = [target for target in TARGETS if is_usable(target)]
 """Kinds of processors whose code runs on this one."""
-SHAPES = ((64, 64), (80, 48), (128, 128), (192, 128), (256, 256))
+SHAPES = ((80, 48), (64, 64), (128, 128), (192, 128), (256, 256))
 """Channels of K and V."""
+
+
+def cases() -> list[Any]:
+    """Formats, shapes and targets to compile for. Each format, and each shape, for the best target; for others what has
+    all widths and rotations."""
+    best, *others = targets()
+    found = [(name, SHAPES[0], best) for name in FORMATS] + [("turboquant35", shape, best) for shape in SHAPES[1:]]
+    found += [(name, shape, best) for name in ("tq4", "turboquant25") for shape in SHAPES[2:4]]
+    rare = zip(("turboquant35", "turboquant25", "isoquant4", "planarquant4"), (SHAPES[3], *SHAPES[:3]), strict=True)
+    found += [(*case, target) for case in rare for target in others]
+    return [pytest.param(*case, id=f"{case[0]}-{case[1][0]}-{case[2].name}") for case in found]
 
 
 def targets() -> list[Target]:

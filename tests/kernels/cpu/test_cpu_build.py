@@ -8,24 +8,26 @@ import multiprocessing
 import os
 import re
 import resource
+import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from packed_kv.codecs.rotations import ROTATIONS
 from packed_kv.formats import CODES, FORMATS
-from packed_kv.kernels import kernel_cache
-from packed_kv.kernels.cpu import build, compiler
+from packed_kv.kernels import cpu, kernel_cache
+from packed_kv.kernels.cpu import build, compiler, vectors
 from packed_kv.kernels.cpu.build import Program, load_library
-from packed_kv.kernels.cpu.compiler import BuildError, NoCompiler, find_compiler
+from packed_kv.kernels.cpu.compiler import BuildError, Compiler, NoCompiler, find_compiler, is_usable, target_of
 from packed_kv.kernels.cpu.constants import constants_header, integer_unit
-from packed_kv.kernels.cpu.decode import PROGRAM
-from packed_kv.kernels.kernel_layout import kernel_layout
-from packed_kv.layout import page_layout
+from packed_kv.kernels.cpu.decode import LATENTS, PAIRS
+from packed_kv.kernels.cpu.layer import PAGES
+from packed_kv.layout import latent_layout, page_layout
 
 ONE_LINE = re.compile(r"[^\n]+")
-TINY = Program("tiny.cpp", ())
+TINY = Program("tiny.cpp")
 SOURCE = '#include "constants.h"\nextern "C" __attribute__((visibility("default"))) int answer() { return ANSWER; }\n'
 
 
@@ -269,6 +271,53 @@ def test_targets(monkeypatch: pytest.MonkeyPatch, features: str, target: str) ->
     assert compiler.best_target().name == target
 
 
+AMX = "avx2 fma f16c avx512f avx512bw avx512vl avx512dq avx512_vnni avx512vbmi amx_tile amx_bf16"
+
+
+@pytest.mark.parametrize(("reason", "target"), [(None, "amx"), ("no", "avx512_vbmi")])
+def test_amx_where_it_is_permitted(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, reason: str | None, target: str
+) -> None:
+    compiler._warn_of_amx.cache_clear()
+    monkeypatch.setattr(compiler, "processor", lambda: ("", frozenset(AMX.split())))
+    monkeypatch.setattr(compiler, "amx_refusal", lambda: reason)
+    assert [compiler.best_target().name, compiler.best_target().name] == [target] * 2
+    assert [record.getMessage().rsplit(": ")[-1] for record in caplog.records] == [reason] * (reason is not None)
+    compiler._warn_of_amx.cache_clear()
+
+
+DENIED = """
+import ctypes, struct
+from packed_kv.kernels.cpu import compiler
+
+def step(code, true, false, number):
+    return struct.pack("HBBI", code, true, false, number)
+
+# Load the system call; arch_prctl? Load its first argument; a request for permission? EPERM, else allow.
+steps = [
+    step(0x20, 0, 0, 0), step(0x15, 0, 3, compiler.ARCH_PRCTL), step(0x20, 0, 0, 16),
+    step(0x15, 0, 1, compiler.REQUEST_PERMISSION), step(0x06, 0, 0, 0x00050001), step(0x06, 0, 0, 0x7FFF0000),
+]
+code = ctypes.create_string_buffer(b"".join(steps))
+program = ctypes.create_string_buffer(struct.pack("HxxxxxxQ", len(steps), ctypes.addressof(code)))
+library = ctypes.CDLL(None, use_errno=True)
+assert not library.prctl(38, 1, 0, 0, 0) and not library.prctl(22, 2, program), ctypes.get_errno()
+print(compiler.best_target().name)
+"""
+
+
+@pytest.mark.skipif(not is_usable(target_of("amx")), reason="this processor has no AMX, or Linux does not permit it")
+def test_a_sandbox_that_denies_amx() -> None:
+    asked = subprocess.run([sys.executable, "-c", DENIED], capture_output=True, text=True, check=True)
+    assert asked.stdout.split() == ["avx512_vbmi"]
+    assert asked.stderr.count("without AMX") == 1 and "Linux does not permit it" in asked.stderr
+
+
+def test_a_compiler_that_does_not_know_amx(tmp_path: Path) -> None:
+    old = Compiler((str(program(tmp_path, "old", "echo 'error: unrecognized option' >&2; exit 1")),), "old 1")
+    assert compiler._refused_flags(old, target_of("amx")) == "old 1 does not compile for it: error: unrecognized option"
+
+
 def test_levels_are_integers() -> None:
     assert {bits: integer_unit(code) for bits, code in CODES.items()} == {4: 1 / 128, 3: 1 / 32, 2: 1 / 4}
 
@@ -276,7 +325,7 @@ def test_levels_are_integers() -> None:
 def test_a_library_needs_the_c_library_alone() -> None:
     """Neither libstdc++, which hosts may have in other versions, nor an OpenMP library, whose threads would be more."""
     fmt = FORMATS["tq4"]
-    library = load_library(PROGRAM, constants_header(kernel_layout(page_layout(fmt, 64)), fmt.rotation))
+    library = load_library(PAIRS, constants_header(page_layout(fmt, 64), fmt.rotation))
     content = Path(library._name).read_bytes()
     needed = set(re.findall(rb"lib[\w+.-]+\.so[.\d]*", content))
     assert needed <= {b"libc.so.6", b"libm.so.6", b"libdl.so.2"} and isinstance(library, ctypes.CDLL), needed
@@ -297,3 +346,11 @@ def test_a_library_is_compiled_in_the_cache_where_others_can_change_tmpdir(
     assert len(os.listdir(cache)) == 1 and not os.listdir(shared)
     cache.chmod(0o777)
     assert "others can rename what is in it" in error_of(lambda: answer(4))
+
+
+def test_a_rotation_that_is_not_in_cpp_does_not_compile() -> None:
+    """Neither is it none, nor another."""
+    for program in (PAIRS, LATENTS, PAGES, vectors.PROGRAM):
+        layout = latent_layout(FORMATS["tq4"], 96, 32) if program is LATENTS else page_layout(FORMATS["tq4"], 64)
+        assert "octonion" in error_of(lambda: load_library(program, constants_header(layout, "octonion")))  # noqa: B023
+    assert set(ROTATIONS) == set(cpu.ROTATIONS) == {fmt.rotation for fmt in FORMATS.values()}

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from cpu_layers import SHAPES, codec_of, pages, ring, targets, vectors
+from cpu_layers import cases, codec_of, pages, ring, vectors
 from packed_kv.codecs.pages import PagedCodec
 from packed_kv.codecs.ring import Ring, read
 from packed_kv.codecs.ring import write as write_ring
-from packed_kv.formats import FORMATS
 from packed_kv.kernels.cpu.compiler import Target
 from packed_kv.kernels.cpu.gather import CpuGather
 
@@ -46,22 +45,18 @@ class Request:
         return [codec.restore(x, place) for codec, x, place in zip(self.codec.codecs, stored, places, strict=True)]
 
 
-@pytest.mark.parametrize("target", targets(), ids=lambda target: target.name)
-@pytest.mark.parametrize("name", FORMATS)
-def test_equals_the_reference(name: str, target: Target) -> None:
-    for head_dim, value_dim in SHAPES:
-        for calibrated in (False, True):
-            request = Request(codec_of(name, head_dim, value_dim, HEADS, calibrated=calibrated))
-            gather = CpuGather(request.codec, target=target)
-            for dtype in (torch.float32, torch.bfloat16, torch.float16):
-                for ring_from, first, end in ((TOKENS, 0, TOKENS), (61, 0, TOKENS), (50, 32, 64), (50, 48, 49)):
-                    found = [
-                        torch.full((end - first, HEADS, dim), torch.nan, dtype=dtype) for dim in (head_dim, value_dim)
-                    ]
-                    with_ring = {} if ring_from == TOKENS else {"ring": request.ring, "ring_from": ring_from}
-                    gather(request.cache, request.table, first, end, *found, **with_ring)
-                    for ours, theirs in zip(found, request.expected(ring_from), strict=True):
-                        assert torch.equal(ours, theirs[first:end].to(dtype)), (head_dim, calibrated, dtype, ring_from)
+@pytest.mark.parametrize(("name", "shape", "target"), cases())
+def test_equals_the_reference(name: str, shape: tuple[int, int], target: Target) -> None:
+    for calibrated in (False, True):
+        request = Request(codec_of(name, *shape, HEADS, calibrated=calibrated))
+        gather = CpuGather(request.codec, target=target)
+        for dtype in (torch.float32, torch.bfloat16, torch.float16):
+            for ring_from, first, end in ((TOKENS, 0, TOKENS), (61, 0, TOKENS), (50, 32, 64), (50, 48, 49)):
+                found = [torch.full((end - first, HEADS, dim), torch.nan, dtype=dtype) for dim in shape]
+                with_ring = {} if ring_from == TOKENS else {"ring": request.ring, "ring_from": ring_from}
+                gather(request.cache, request.table, first, end, *found, **with_ring)
+                for ours, theirs in zip(found, request.expected(ring_from), strict=True):
+                    assert torch.equal(ours, theirs[first:end].to(dtype)), (calibrated, dtype, ring_from)
 
 
 @pytest.mark.parametrize("threads", [2, 4])

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from cpu_layers import SHAPES, codec_of, targets
+from cpu_layers import cases, codec_of
 from packed_kv.codecs import ring
 from packed_kv.codecs.pages import PagedCodec
-from packed_kv.formats import FORMATS
 from packed_kv.kernels.cpu.compiler import Target
 from packed_kv.kernels.cpu.vectors import CpuVectors
 
@@ -48,15 +47,13 @@ def check(codec: PagedCodec, kernel: CpuVectors, sequences: int, tokens: int, re
         assert torch.equal(kernel.decode(role, held, codes, scales, positions, dtype), whole), "what is read"
 
 
-@pytest.mark.parametrize("target", targets(), ids=lambda target: target.name)
-@pytest.mark.parametrize("name", FORMATS)
-def test_vectors_equal_the_codecs(name: str, target: Target) -> None:
-    for head_dim, value_dim in SHAPES:
-        for calibrated in (False, True):
-            codec = codec_of(name, head_dim, value_dim, HEADS, calibrated=calibrated)
-            kernel = CpuVectors(codec, target=target)
-            check(codec, kernel, 2, 1, 64, torch.bfloat16)
-            check(codec, kernel, 3, 37, 0 if calibrated else 20, torch.float32)
+@pytest.mark.parametrize(("name", "shape", "target"), cases())
+def test_vectors_equal_the_codecs(name: str, shape: tuple[int, int], target: Target) -> None:
+    for calibrated in (False, True):
+        codec = codec_of(name, *shape, HEADS, calibrated=calibrated)
+        kernel = CpuVectors(codec, target=target)
+        check(codec, kernel, 2, 1, 64, torch.bfloat16)
+        check(codec, kernel, 3, 37, 0 if calibrated else 20, torch.float32)
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3])

@@ -17,7 +17,7 @@ from packed_kv.attention.latent.cpu import CpuLatents
 from packed_kv.codecs.latent import LatentCodec
 from packed_kv.codecs.pages import PagedCodec
 from packed_kv.formats import FORMATS
-from packed_kv.kernels.cpu import decode, jobs, latent_decode
+from packed_kv.kernels.cpu import decode, jobs
 from packed_kv.kernels.cpu.decode import CpuDecode
 from packed_kv.kernels.cpu.jobs import Largest
 from packed_kv.kernels.cpu.latent_decode import CpuLatentDecode
@@ -119,15 +119,16 @@ def calls_within(largest: Largest, count: int = 300) -> list[tuple[list[int], li
     return found
 
 
-def check_reserved(layer: Any, fixed: ctypes.Structure, largest: Largest) -> None:
+def check_reserved(layer: Any, fixed: decode.Arguments, largest: Largest) -> None:
     """Check that no step of an engine asks for more than was reserved, and that one asks for nearly as much."""
     reserved, most = held() - jobs.ALIGNMENT, 0
+    fixed.layer, fixed.threads = ctypes.pointer(layer.layer), torch.get_num_threads()
     for queries, lengths in calls_within(largest):
         starts = torch.tensor([0, *queries]).cumsum(0).int()
         seq_lens, first = torch.tensor(lengths).int(), torch.zeros(len(lengths), dtype=torch.int32)
         fixed.requests, fixed.query_start, fixed.seq_lens = len(lengths), starts.data_ptr(), seq_lens.data_ptr()
         if largest.has_ring:
-            fixed.ring, fixed.ring_first, fixed.ring_window = 1, first.data_ptr(), 100
+            fixed.ring.data, fixed.ring_first, fixed.ring_window = 1, first.data_ptr(), 100
         most = max(most, layer._jobs._bytes(fixed))
     assert most <= reserved < 1.1 * most, (most, reserved)
 
@@ -139,8 +140,7 @@ LARGEST = (Largest(64, 1, 4160, False), Largest(3, 5, 33000, True), Largest(256,
 @pytest.mark.parametrize("heads", [4, 128])
 def test_the_largest_step_of_latents(largest: Largest, heads: int) -> None:
     layer = CpuLatents(LatentCodec(FMT, 512, 64), heads, SCALE, None, largest)
-    call = latent_decode.Arguments(heads=heads, threads=torch.get_num_threads())
-    check_reserved(layer.decode, call, largest)
+    check_reserved(layer.decode, decode.Arguments(kv_heads=1, group=heads), largest)
 
 
 @pytest.mark.parametrize("largest", LARGEST, ids=str)
@@ -148,9 +148,7 @@ def test_the_largest_step_of_latents(largest: Largest, heads: int) -> None:
 def test_the_largest_step_of_pairs(largest: Largest, window: int | None) -> None:
     codec = PagedCodec(FMT, 128)
     layer = pairs_cpu.CpuPairs(codec, 8, 2, AttentionOptions(0.1, sliding_window=window), largest).decode
-    call = decode.Arguments.from_buffer_copy(layer._fixed)
-    call.threads, call.means = torch.get_num_threads(), int(codec.key.transform.centres)
-    check_reserved(layer, call, largest)
+    check_reserved(layer, decode.Arguments.from_buffer_copy(layer._call), largest)
 
 
 def test_the_workspace_counts_in_what_the_process_holds() -> None:

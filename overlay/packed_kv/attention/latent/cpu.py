@@ -10,14 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ...kernels.cpu import latent
 from ...kernels.cpu.compiler import BuildError
 from ...kernels.cpu.jobs import Largest
 from ...kernels.cpu.latent import CpuLatentPages
 from ...kernels.cpu.latent_decode import CpuLatentDecode
-from ...kernels.precompile import Precompiler, wait_for
 from ...kernels.served import ANY, CPP, Engine, Latents, who_serves
-from ..cpu import warn_of_pytorch, without_error
+from ..cpu import wait_for_libraries, warn_of_pytorch
 from ..protocols import DecodeBatch, DecodeKernel
 from ..store import FunctionStore, LatentStore
 from .in_pytorch import Attended, RecentContext, ReferenceLatentPrefix
@@ -30,7 +28,6 @@ if TYPE_CHECKING:
     from ..layouts import LatentLayout
     from ..limits import EngineLimits
 
-LIBRARY = ("cpu", "latents")
 SLOWER = "5 to 20 times"
 """Time of a decode step in PyTorch, in steps of these kernels, as benchmarks/cpu_latents.py measures it."""
 
@@ -89,11 +86,12 @@ def find_kernels(fmt: Format, layer: LatentLayout, engine: EngineLimits) -> Late
     served = who_serves(Engine("cpu"), Latents(fmt, codec.rank, codec.rope_dim, heads=1))
     reason = served.reason
     if served.kernel == CPP:
-        wait_for(LIBRARY)
+        attends = layer.dtype != torch.float32
+        wait_for_libraries(codec.layout, fmt.rotation, attends=attends)
         try:
             page_kernels = CpuLatentPages(codec)
             decode: DecodeKernel[Any, Attended] = found.decode
-            if layer.dtype != torch.float32:
+            if attends:
                 sizes = codec, layer.heads, layer.scale, layer.constant, engine.largest
                 decode = CpuLatents(*sizes, is_shard=layer.is_shard)
         except BuildError as error:
@@ -106,9 +104,3 @@ def find_kernels(fmt: Format, layer: LatentLayout, engine: EngineLimits) -> Late
         page_kernels.store(cache, slots, new, rope, ring, ring_slots)
 
     return LatentKernels(LatentStore(FunctionStore(store), decode.kind), decode, CpuLatentPrefix(page_kernels))
-
-
-def compile_ahead() -> None:
-    """Begin to compile the libraries, in another thread, while vLLM loads the model."""
-    with Precompiler() as ahead:
-        ahead.note(LIBRARY, lambda: without_error(latent.load))

@@ -20,8 +20,11 @@ from vllm.model_executor.layers.attention.mla_attention import MLACommonImpl, re
 
 from ...codecs.latent import LatentCodec
 from ...formats import FORMATS
+from ...kernels import served
+from ...layout import latent_layout
 from ...refusals.facts import Facts, Latents, Parallel
 from ...refusals.table import refuse
+from ...settings.options import read_options
 from ...vllm_compat import has_own_queries
 from ...window.layer import add_window_layer, window_tokens_of_model
 from ..context_parallel import Ranks
@@ -48,9 +51,12 @@ class LatentAttentionImpl(PackedLatents, MLACommonImpl[LatentMetadata]):
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
         if self.device.type == "cpu":
-            from .cpu import compile_ahead
+            from ..cpu import compile_ahead
 
-            compile_ahead()
+            fmt, bits = FORMATS[kv_cache_dtype], read_options(self.config.additional_config).latent_rope_bits
+            asked = served.Latents(fmt, kv_lora_rank, qk_rope_head_dim, heads=1)
+            page = latent_layout(fmt, kv_lora_rank, qk_rope_head_dim, bits)
+            compile_ahead(asked, page, attends=self.config.model_config.dtype != torch.float32)
         self.window_tokens = window_tokens_of_model(self.config)
         self.ranks: Ranks | None = None
         """Ranks that split the layer's tokens, if any do."""

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 BITS = (4, 3, 2)
-"""Widths that `pages.h` decodes."""
+"""Widths that `layout/codes.h` decodes."""
 ROTATIONS = ("hadamard", "givens", "quaternion")
-"""Rotations, in the order of their numbers in `constants.h`."""
+"""Rotations that `layout/rotation.h` has."""
 MOST_CHANNELS, MOST_ROPE = 512, 128
 """The most channels of a latent, and of RoPE beside it."""
-VECTOR_CHANNELS, LATENT_CHANNELS = 256, MOST_CHANNELS + MOST_ROPE
-"""Channels that memory of the store and the gather has room for: of a K or V, and of a latent with RoPE channels."""
+VECTOR_CHANNELS = 256
+"""The most channels of a head."""

@@ -13,6 +13,7 @@ import functools
 import hashlib
 import logging
 import os
+import posixpath
 import re
 import subprocess
 import tempfile
@@ -25,7 +26,7 @@ import torch
 
 from ...private_file import temporary_folder
 from ..kernel_cache import NoHome, cache_folder, load_or_compile
-from .compiler import BuildError, Compiler, Target, best_target, find_compiler, processor
+from .compiler import BuildError, Compiler, Target, best_target, find_compiler, is_usable, processor
 
 logger = logging.getLogger("vllm.packed_kv")
 
@@ -42,15 +43,14 @@ COMPILE_SECONDS = 600
 LONGEST_LINE = 300
 
 
+INCLUDE = re.compile(r'^#include "(.*)"$', re.MULTILINE)
+
+
 class Program(NamedTuple):
-    """A source file, those that it includes, and its own flags."""
+    """A source file, by its path in this folder, and its own flags."""
 
     main: str
-    headers: tuple[str, ...]
     flags: tuple[str, ...] = ()
-
-
-SIMD = ("simd.h", "simd_avx512.h", "simd_avx2.h", "simd_neon.h")
 
 
 class _Refused(BuildError):
@@ -88,6 +88,8 @@ def _load_or_compile(program: Program, constants: str, target: Target | None) ->
     """Raises BuildError."""
     sources = read_sources(program) | {CONSTANTS: constants}
     compiler, target = find_compiler(), target or best_target()
+    if not is_usable(target):  # also asks for the permission that it may need
+        raise BuildError(f"this process cannot use {target.name}: name another target")
     flags = (*FLAGS, *program.flags, *target.flags)
     key = hashlib.sha256(repr((sources, flags, LIBRARIES, compiler, processor_key())).encode()).hexdigest()
     stem = Path(program.main).stem
@@ -129,17 +131,24 @@ def processor_key() -> tuple[str, tuple[str, ...]]:
 
 
 def read_sources(program: Program) -> dict[str, str]:
-    """Return the text of a program's files by name."""
-    folder = resources.files(__package__)
-    return {name: folder.joinpath(name).read_text() for name in (program.main, *program.headers)}
+    """Return the text of a program's file, and of all that it includes, by path in this folder."""
+    folder, sources, found = resources.files(__package__), {}, [program.main]
+    while found:
+        path = found.pop()
+        sources[path] = folder.joinpath(path).read_text()
+        names = INCLUDE.findall(sources[path])
+        included = {posixpath.normpath(posixpath.join(posixpath.dirname(path), name)) for name in names}
+        found += [other for other in included - set(sources) if posixpath.basename(other) != CONSTANTS]
+    return sources
 
 
 def _compile(program: Program, sources: dict[str, str], compiler: Compiler, flags: tuple[str, ...]) -> bytes:
     try:
         with temporary_folder(_otherwise()) as (folder, lock):
             for name, text in sources.items():
+                (folder / name).parent.mkdir(exist_ok=True)
                 (folder / name).write_text(text)
-            command = [*compiler.command, *flags, program.main, "-o", LIBRARY, *LIBRARIES]
+            command = [*compiler.command, *flags, "-I.", program.main, "-o", LIBRARY, *LIBRARIES]
             done = subprocess.run(
                 command, cwd=folder, capture_output=True, text=True, errors="replace", timeout=COMPILE_SECONDS,
                 env={**os.environ, "LC_ALL": "C"},

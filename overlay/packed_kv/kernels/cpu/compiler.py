@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import importlib.util
+import logging
 import os
 import platform
 import shutil
@@ -12,8 +14,13 @@ import sys
 from pathlib import Path
 from typing import NamedTuple
 
+logger = logging.getLogger("vllm.packed_kv")
+
 REMEDY = "apt install g++, or pip install ziglang"
 NAMES = ("c++", "g++", "clang++")
+ARCH_PRCTL, REQUEST_PERMISSION, TILE_DATA = 158, 0x1023, 18
+"""The system call on x86-64, ARCH_REQ_XCOMP_PERM, and XFEATURE_XTILEDATA."""
+INTRINSICS = ("_tile_zero(0)", "_tile_dpbf16ps(0, 1, 2)")
 VERSION_SECONDS = 300
 """ziglang's first call builds its libraries, which takes minutes."""
 
@@ -33,6 +40,9 @@ class Compiler(NamedTuple):
     version: str
 
 
+AMX = ("amx_tile", "amx_bf16")
+
+
 class Target(NamedTuple):
     """A kind of processor: compiler flags, and names of the features that its vectors need, as Linux calls them."""
 
@@ -42,13 +52,14 @@ class Target(NamedTuple):
 
 
 def _x86(name: str, *features: str) -> Target:
-    spelled = {"avx512_vnni": "avx512vnni", "avx_vnni": "avxvnni"}
+    spelled = {"avx512_vnni": "avx512vnni", "avx_vnni": "avxvnni", AMX[0]: "amx-tile", AMX[1]: "amx-bf16"}
     return Target(name, features, tuple(f"-m{spelled.get(feature, feature)}" for feature in features))
 
 
 _AVX2 = ("avx2", "fma", "f16c")
 _AVX512 = (*_AVX2, "avx512f", "avx512bw", "avx512vl", "avx512dq")
 TARGETS = (
+    _x86("amx", *_AVX512, "avx512_vnni", "avx512vbmi", *AMX),
     _x86("avx512_vbmi", *_AVX512, "avx512_vnni", "avx512vbmi"),
     _x86("avx512_vnni", *_AVX512, "avx512_vnni"),
     _x86("avx512", *_AVX512),
@@ -117,13 +128,54 @@ def processor() -> tuple[str, frozenset[str]]:
     return name, features
 
 
+@functools.cache
+def amx_refusal() -> str | None:
+    """Return why this process must not use AMX, which this processor has, or None. Linux gives the permission to a
+    process that asks for it, and to the processes that it makes."""
+    try:
+        library = ctypes.CDLL(None, use_errno=True)
+        if library.syscall(ctypes.c_long(ARCH_PRCTL), ctypes.c_long(REQUEST_PERMISSION), ctypes.c_long(TILE_DATA)):
+            return f"Linux does not permit it (arch_prctl: {os.strerror(ctypes.get_errno())})"
+        return _refused_flags(find_compiler(), target_of("amx"))
+    except (AttributeError, OSError) as error:
+        return str(error)
+
+
+def _refused_flags(compiler: Compiler, target: Target) -> str | None:
+    """Return what a compiler that is older than a processor says of the flags for it, or None."""
+    command = [*compiler.command, *target.flags, "-x", "c++", "-fsyntax-only", "-"]
+    source = f"#include <immintrin.h>\nvoid f() {{ {'; '.join(INTRINSICS)}; }}\n"
+    asked = subprocess.run(
+        command, input=source, capture_output=True, text=True, errors="replace", timeout=VERSION_SECONDS
+    )
+    if not asked.returncode:
+        return None
+    said = next((line for line in asked.stderr.splitlines() if "error" in line), "it says nothing")
+    return f"{compiler.version} does not compile for it: {said}"
+
+
+def is_usable(target: Target) -> bool:
+    """Return whether this processor has a target's features, and this process may use them."""
+    is_here = processor()[1].issuperset(target.features)
+    return is_here and not (set(AMX) & {*target.features} and _warn_of_amx())
+
+
 def best_target() -> Target:
     """Return the target that uses most of this processor. Raises BuildError if its vectors are too short."""
-    name, features = processor()
     for target in TARGETS:
-        if features.issuperset(target.features):
+        if is_usable(target):
             return target
+    name, _ = processor()
     raise BuildError(f"this processor ({name.strip()}) has neither AVX2 nor NEON; packed dtypes are served by PyTorch")
+
+
+@functools.cache
+def _warn_of_amx() -> bool:
+    """Return whether this process must not use AMX; log why, once."""
+    reason = amx_refusal()
+    if reason:
+        logger.warning("kernels in C++ do without AMX, and take longer over latents: %s", reason)
+    return reason is not None
 
 
 def target_of(name: str) -> Target:

@@ -1,29 +1,23 @@
-"""Decode attention of a layer on a CPU: `decode.cpp` for its format and heads, and what it is called with."""
+"""Decode attention of a layer on a CPU: `attend/` for its layout, and what it is called with."""
 
 from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
 from ...codecs.pages import PagedCodec
 from ...codecs.ring import Ring
-from ..checks import check_int32, check_pages
-from ..kernel_layout import kernel_layout
-from .build import SIMD, Program, load_library
+from ..checks import check_int32
+from .build import Program
 from .compiler import Target
-from .constants import constants_header
 from .jobs import Jobs, Largest
-from .tables import ELEMENT_TYPES, add_ring
+from .layer import ELEMENT_TYPES, Cache, KnownCaches, Layer, Pointer, layer_of, load_for
 
-PROGRAM = Program(
-    "decode.cpp",
-    (*SIMD, "arguments.h", "jobs.h", "numbers.h", "pages.h", "queries.h", "ranges.h", "ring.h", "rotation.h",
-     "softmax.h", "threads.h", "tile.h"),
-)  # fmt: skip
-_ADDRESS, _NUMBER, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_double
+PAIRS, LATENTS = Program("attend/pairs.cpp"), Program("attend/latents.cpp")
+_NUMBER, _FLOAT = ctypes.c_int64, ctypes.c_double
 
 
 class DecodeOptions(Protocol):
@@ -39,28 +33,69 @@ class DecodeOptions(Protocol):
     def sinks(self) -> torch.Tensor | None: ...
 
 
-class Arguments(ctypes.Structure):
-    """`Arguments` of arguments.h."""
+class Requests(ctypes.Structure):
+    """`Requests` of attend/arguments.h."""
 
-    _fields_ = [
-        ("cache", _ADDRESS), ("cache_block_stride", _NUMBER), ("cache_head_stride", _NUMBER), ("block_size", _NUMBER),
-        ("requests", _NUMBER), ("block_table", _ADDRESS), ("block_table_stride", _NUMBER),
-        ("query_start", _ADDRESS), ("seq_lens", _ADDRESS),
-        ("query", _ADDRESS), ("query_type", _NUMBER), ("query_stride", _NUMBER), ("query_head_stride", _NUMBER),
-        ("output", _ADDRESS), ("output_type", _NUMBER), ("output_stride", _NUMBER), ("output_head_stride", _NUMBER),
-        ("kv_heads", _NUMBER), ("group", _NUMBER), ("head_dim", _NUMBER), ("value_dim", _NUMBER),
-        ("scale", _FLOAT), ("soft_cap", _FLOAT), ("sliding_window", _NUMBER), ("sinks", _ADDRESS),
-        ("rotation_constants", _ADDRESS), ("key_channels", _ADDRESS), ("value_channels", _ADDRESS),
-        ("key_channels_stride", _NUMBER), ("value_channels_stride", _NUMBER),
-        ("key_scale", _ADDRESS), ("value_scale", _ADDRESS), ("key_scale_stride", _NUMBER),
-        ("value_scale_stride", _NUMBER),
-        ("means", _ADDRESS), ("means_stride", _NUMBER), ("spectrum", _ADDRESS), ("mean_blocks", _NUMBER),
-        ("mean_block_tokens", _NUMBER),
-        ("ring", _ADDRESS), ("ring_block_stride", _NUMBER), ("ring_head_stride", _NUMBER),
-        ("ring_token_stride", _NUMBER), ("ring_block_size", _NUMBER), ("ring_table", _ADDRESS),
-        ("ring_table_stride", _NUMBER), ("ring_first", _ADDRESS), ("ring_window", _NUMBER),
-        ("threads", _NUMBER), ("workspace", _ADDRESS),
-    ]  # fmt: skip
+    _fields_ = (
+        ("requests", _NUMBER), ("block_table", Pointer), ("block_table_stride", _NUMBER),
+        ("query_start", Pointer), ("seq_lens", Pointer),
+        ("ring_table", Pointer), ("ring_table_stride", _NUMBER), ("ring_first", Pointer), ("threads", _NUMBER),
+    )  # fmt: skip
+
+
+class Arguments(ctypes.Structure):
+    """`Arguments` of attend/arguments.h."""
+
+    _anonymous_ = ("of_step",)
+    _fields_ = (
+        ("of_step", Requests), ("layer", ctypes.POINTER(Layer)), ("pages", Cache), ("ring", Cache),
+        ("query", Pointer), ("rope_query", Pointer), ("query_type", _NUMBER), ("query_stride", _NUMBER),
+        ("query_head_stride", _NUMBER), ("rope_stride", _NUMBER), ("rope_head_stride", _NUMBER),
+        ("output", Pointer), ("output_type", _NUMBER), ("output_stride", _NUMBER), ("output_head_stride", _NUMBER),
+        ("lse", Pointer), ("kv_heads", _NUMBER), ("group", _NUMBER), ("scale", _FLOAT), ("soft_cap", _FLOAT),
+        ("sliding_window", _NUMBER), ("sinks", Pointer), ("constant", Pointer), ("ring_window", _NUMBER),
+        ("workspace", Pointer),
+    )  # fmt: skip
+
+    def set_vectors(self, query: torch.Tensor, output: torch.Tensor) -> None:
+        """Set what dtypes and strides of [tokens, heads, channels] decide."""
+        assert query.stride(2) == output.stride(2) == 1, (query.stride(), output.stride())
+        self.query_type, self.output_type = ELEMENT_TYPES[query.dtype], ELEMENT_TYPES[output.dtype]
+        self.query_stride, self.query_head_stride, _ = query.stride()
+        self.output_stride, self.output_head_stride, _ = output.stride()
+
+
+class Step(NamedTuple):
+    """Requests of a step, as the layers that it serves share them, and the tensors that their addresses are of."""
+
+    requests: Requests
+    seq_lens: torch.Tensor
+    held: tuple[torch.Tensor, ...]
+
+
+def prepare_step(
+    block_table: torch.Tensor, query_start: torch.Tensor, seq_lens: torch.Tensor, ring: Ring | None = None
+) -> Step:
+    """Return the step of these requests; the kernels read the tensors' contents at each call.
+
+    Args:
+        block_table: int32 [requests, blocks].
+        query_start: int32 [requests + 1], first row of each request in the queries.
+        seq_lens: int32 [requests], tokens of each.
+        ring: of these requests, of any of the layers; None: there is none.
+    """
+    query_start, seq_lens = query_start.to(torch.int32).contiguous(), seq_lens.to(torch.int32).contiguous()
+    check_int32(block_table)
+    held: tuple[torch.Tensor, ...] = block_table, query_start
+    made = Requests(
+        seq_lens.shape[0], block_table.data_ptr(), block_table.stride(0), query_start.data_ptr(), seq_lens.data_ptr(),
+        threads=torch.get_num_threads(),
+    )  # fmt: skip
+    if ring is not None:
+        check_int32(ring.block_table, ring.first)
+        made.ring_table, made.ring_table_stride = ring.block_table.data_ptr(), ring.block_table.stride(0)
+        made.ring_first, held = ring.first.data_ptr(), (*held, ring.block_table, ring.first)
+    return Step(made, seq_lens, held)
 
 
 class CpuDecode:
@@ -88,19 +123,17 @@ class CpuDecode:
         target: Target | None = None,
     ) -> None:
         self.codec, self.query_heads, self.kv_heads, self.options = codec, query_heads, kv_heads, options
-        header = constants_header(kernel_layout(codec.layout), codec.key.fmt.rotation)
-        library = load_library(PROGRAM, header, target)
-        self._jobs = Jobs(library, "decode", Arguments)
-        self._held: dict[str, torch.Tensor] = {}
-        self._fixed = self._fixed_arguments()
+        self.layer, self._caches = layer_of(codec), KnownCaches()
+        self._jobs = Jobs(load_for(PAIRS, codec, target), Arguments)
+        self._call = Arguments(
+            layer=ctypes.pointer(self.layer), kv_heads=kv_heads, group=query_heads // kv_heads, scale=options.scale,
+            soft_cap=options.logits_soft_cap or 0.0, sliding_window=options.sliding_window or 0,
+        )  # fmt: skip
+        self._layout: tuple[object, ...] = ()
 
     def reserve(self, largest: Largest) -> None:
         """Take the workspace of the largest step."""
-        call = Arguments.from_buffer_copy(self._fixed)
-        transform: Any = self.codec.key.transform
-        call.ring, call.means = int(largest.has_ring), int(transform.centres)
-        call.threads = torch.get_num_threads()
-        self._jobs.reserve(call, largest)
+        self._jobs.reserve(Arguments.from_buffer_copy(self._call), self.layer, largest)
 
     def bind(
         self,
@@ -113,7 +146,7 @@ class CpuDecode:
         ring: Ring | None = None,
     ) -> Callable[[], None]:
         """Return a function that attends with requests' newest tokens over all of their cached tokens, the newest
-        included. It reads the contents of these tensors at each call, and holds only until the next `bind`.
+        included. It reads the contents of these tensors at each call.
 
         Args:
             query: fp32, bf16 or fp16 [tokens or more, query heads, head_dim].
@@ -125,67 +158,34 @@ class CpuDecode:
                 with 0 where a query sees nothing.
             ring: of these requests, the new tokens included; None: there is none.
         """
-        key_dim, value_dim = self.codec.key.head_dim, self.codec.value.head_dim
-        assert query.shape[1:] == (self.query_heads, key_dim) and query.stride(2) == 1, (query.shape, query.stride())
-        assert output.shape[1:] == (self.query_heads, value_dim) and output.stride(2) == 1, (output.shape,)
-        assert cache.shape[1] == self.kv_heads and cache.shape[3] == self.codec.slot_bytes, cache.shape
-        check_pages(cache, 1)
-        check_int32(block_table)
-        batch = Arguments.from_buffer_copy(self._fixed)
-        batch.requests = seq_lens.shape[0]
-        batch.cache, batch.block_size = cache.data_ptr(), cache.shape[2]
-        batch.cache_block_stride, batch.cache_head_stride = cache.stride(0), cache.stride(1)
-        batch.block_table, batch.block_table_stride = block_table.data_ptr(), block_table.stride(0)
-        query_start, seq_lens = query_start.to(torch.int32).contiguous(), seq_lens.to(torch.int32).contiguous()
-        batch.query_start, batch.seq_lens = query_start.data_ptr(), seq_lens.data_ptr()
-        batch.query, batch.query_type = query.data_ptr(), ELEMENT_TYPES[query.dtype]
-        batch.query_stride, batch.query_head_stride, _ = query.stride()
-        batch.output, batch.output_type = output.data_ptr(), ELEMENT_TYPES[output.dtype]
-        batch.output_stride, batch.output_head_stride, _ = output.stride()
-        sinks = None if self.options.sinks is None else self.options.sinks.detach().float().contiguous()
-        batch.sinks = None if sinks is None else sinks.data_ptr()
-        held = (self, query, cache, block_table, query_start, seq_lens, output, ring, sinks)
-        self._add_means(batch, seq_lens)
-        if ring is not None:
-            add_ring(batch, ring)
-        batch.threads = torch.get_num_threads()
+        step = prepare_step(block_table, query_start, seq_lens, ring)
+        return lambda: self(step, query, cache, output, ring)
 
-        def attend(_held: object = held) -> None:
-            self._jobs.run(batch)
+    def __call__(
+        self, step: Step, query: torch.Tensor, cache: torch.Tensor, output: torch.Tensor, ring: Ring | None = None
+    ) -> None:
+        """Attend in a step: see `bind`. `ring`: of the layer; that of the step has the same requests.
 
-        return attend
-
-    def _fixed_arguments(self) -> Arguments:
-        """Return the arguments that are the same in all calls."""
-        key, value, fixed = self.codec.key, self.codec.value, Arguments()
-        fixed.kv_heads, fixed.group = self.kv_heads, self.query_heads // self.kv_heads
-        fixed.head_dim, fixed.value_dim = key.head_dim, value.head_dim
-        fixed.scale, fixed.soft_cap = self.options.scale, self.options.logits_soft_cap or 0.0
-        fixed.sliding_window = self.options.sliding_window or 0
-        self._table(fixed, "rotation_constants", key.rotation_constants)
-        for name, codec in (("key", key), ("value", value)):
-            self._table(fixed, f"{name}_channels", codec.channels.to(torch.int32))
-            self._table(fixed, f"{name}_scale", codec.transform.scale)
-        return fixed
-
-    def _table(self, arguments: Arguments, name: str, table: torch.Tensor | None) -> None:
-        """Set a table [heads, stored_dim] or [stored_dim], which is held, and its stride."""
-        if table is None:
-            return
-        self._held[name] = table = table.contiguous()
-        setattr(arguments, name, table.data_ptr())
-        if hasattr(arguments, f"{name}_stride"):
-            setattr(arguments, f"{name}_stride", table.stride(0) if table.ndim == 2 else 0)
-
-    def _add_means(self, arguments: Arguments, seq_lens: torch.Tensor) -> None:
-        transform: Any = self.codec.key.transform
-        if not transform.centres:
-            return
-        if transform.grows and seq_lens.shape[0]:
-            transform.means(seq_lens.max().view(1))
-        if "means" not in self._held:
-            self._held["means"] = transform.mean_rows()
-        means = self._held["means"]
-        arguments.means, arguments.means_stride = means.data_ptr(), means.stride(0) if means.shape[0] > 1 else 0
-        arguments.spectrum, arguments.mean_blocks = transform.spectrum.data_ptr(), transform.mean_blocks
-        arguments.mean_block_tokens = transform.block_tokens
+        What does not change from step to step is looked at once: a model calls this for each layer and token.
+        """
+        with self._jobs.workspace.lock:
+            call, layout = self._call, (query.dtype, query.stride(), output.dtype, output.stride())
+            if layout != self._layout:
+                key_dim, value_dim = self.codec.key.head_dim, self.codec.value.head_dim
+                assert query.shape[1:] == (self.query_heads, key_dim), query.shape
+                assert output.shape[1:] == (self.query_heads, value_dim), output.shape
+                call.set_vectors(query, output)
+                self._layout = layout
+            call.of_step, call.pages = step.requests, self._caches.of("pages", cache)
+            call.query, call.output = query.data_ptr(), output.data_ptr()
+            if ring is not None:
+                assert step.requests.ring_table, "the step's requests have no ring"
+                call.ring, call.ring_window = self._caches.of("ring", ring.cache), ring.window
+            elif call.ring.data:
+                call.ring = Cache()
+            sinks = None
+            if self.options.sinks is not None:
+                sinks = self.options.sinks.detach().float().contiguous()
+                call.sinks = sinks.data_ptr()
+            self.layer.grow_means(self.codec, step.seq_lens)
+            self._jobs.run(call)

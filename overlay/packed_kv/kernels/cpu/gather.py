@@ -1,4 +1,4 @@
-"""Read a request's prefix on a CPU, out of pages and ring: the host side of `gather.cpp`."""
+"""Read a request's prefix on a CPU, out of pages and ring: the host side of `pages/gather.h`."""
 
 from __future__ import annotations
 
@@ -9,13 +9,12 @@ import torch
 from ...codecs.pages import PagedCodec
 from ...codecs.ring import Ring
 from ...layout import MICRO_BLOCK
-from . import VECTOR_CHANNELS
 from .compiler import Target
-from .tables import ELEMENT_TYPES, Cache, Int, Layer, Pointer, layer_of, load_library_of_tables
+from .layer import ELEMENT_TYPES, PAGES, Cache, Int, Layer, Pointer, function_of, layer_of, load_for
 
 
 class Gather(ctypes.Structure):
-    """`struct Gather` of gather.cpp."""
+    """`struct Gather` of pages/gather.h."""
 
     _fields_ = (
         ("layer", ctypes.POINTER(Layer)),
@@ -35,11 +34,6 @@ class Gather(ctypes.Structure):
     )
 
 
-def load(target: Target | None = None, channels: int = VECTOR_CHANNELS) -> ctypes.CDLL:
-    """Return the library, compiled once for all formats. Raises BuildError."""
-    return load_library_of_tables("gather", Gather, target, channels)
-
-
 class CpuGather:
     """Reads tokens of a layer as the model made them: equal to `PagedCodec.read` and `Codec.restore`, rounded once.
 
@@ -48,14 +42,13 @@ class CpuGather:
         target: None: the best of this processor.
 
     Raises:
-        BuildError: `gather.cpp` cannot be compiled.
+        BuildError: `pages/pages.cpp` cannot be compiled.
         ValueError: the codec is not served: see `cpp_lacks`.
     """
 
     def __init__(self, codec: PagedCodec, *, target: Target | None = None) -> None:
         self.layer = layer_of(codec)
-        self.function = load(target).pk_gather
-        self.function.argtypes, self.function.restype = [ctypes.POINTER(Gather)], None
+        self.function = function_of(load_for(PAGES, codec, target), "pk_gather", Gather)
 
     def __call__(
         self,

@@ -9,9 +9,11 @@ from __future__ import annotations
 import ctypes
 import threading
 import weakref
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+
+from .layer import Layer, function_of
 
 ALIGNMENT = 64
 
@@ -47,32 +49,30 @@ _workspaces: weakref.WeakValueDictionary[str, Workspace] = weakref.WeakValueDict
 
 
 class Jobs:
-    """Functions of one layer's program: `name`, `name`_workspace_bytes, which says what memory a call needs, and
-    `name`_largest_workspace_bytes, which says what suffices for all calls of an engine.
+    """The functions of a decode's library: `decode`, `decode_workspace_bytes`, which says what memory a call needs, and
+    `decode_largest_workspace_bytes`, which says what suffices for all calls of an engine.
 
-    `arguments`: the structure that they take, with a field `workspace`.
+    `arguments`: the structure that they take.
     """
 
-    def __init__(self, library: ctypes.CDLL, name: str, arguments: type[ctypes.Structure]) -> None:
-        self._function, self._bytes = getattr(library, name), getattr(library, f"{name}_workspace_bytes")
-        self._largest_bytes = getattr(library, f"{name}_largest_workspace_bytes")
+    def __init__(self, library: ctypes.CDLL, arguments: type[ctypes.Structure]) -> None:
+        self._function = function_of(library, "decode", arguments)
+        self._bytes, self._largest_bytes = library.decode_workspace_bytes, library.decode_largest_workspace_bytes
         self._function.restype, self._bytes.restype, self._largest_bytes.restype = None, ctypes.c_int64, ctypes.c_int64
-        self._function.argtypes = self._bytes.argtypes = [ctypes.POINTER(arguments)]
+        self._bytes.argtypes = [ctypes.POINTER(arguments)]
         self._largest_bytes.argtypes = [ctypes.POINTER(arguments), ctypes.c_int64, ctypes.c_int64]
         self.workspace = _workspaces.setdefault("decodes", Workspace())
 
-    def reserve(self, call: ctypes.Structure, largest: Largest) -> int:
-        """Take the workspace of the largest step, and return its bytes. `call`: has the layer's shape, `threads`, and
-        addresses other than 0 where steps have a ring or means; nothing behind addresses is read."""
-        call.requests = largest.requests
+    def reserve(self, call: Any, layer: Layer, largest: Largest) -> int:
+        """Take the workspace of a layer's largest step, and return its bytes. `call`: has its heads and options."""
+        call.layer, call.requests, call.threads = ctypes.pointer(layer), largest.requests, torch.get_num_threads()
+        call.ring.data = int(largest.has_ring)  # no address is read
         size = self._largest_bytes(call, largest.query_tokens, largest.tokens)
         with self.workspace.lock:
             self.workspace.address(size)
         return size
 
     def run(self, call: ctypes.Structure) -> None:
-        """Call the function in the workspace, which grows where nobody reserved it."""
-        size = self._bytes(call)
-        with self.workspace.lock:
-            call.workspace = self.workspace.address(size)
-            self._function(call)
+        """Call the function in the workspace, which grows where nobody reserved it. The caller has the lock."""
+        call.workspace = self.workspace.address(self._bytes(call))
+        self._function(call)

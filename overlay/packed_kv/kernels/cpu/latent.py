@@ -1,4 +1,4 @@
-"""Latents on a CPU: their store, by `store.cpp`, and reads, by `gather.cpp`. Decodes: `latent_decode.py`."""
+"""Latents on a CPU: their store and reads, by `pages/pages.cpp`. Decodes: `latent_decode.py`."""
 
 from __future__ import annotations
 
@@ -8,18 +8,10 @@ import torch
 
 from ...codecs.latent import LatentCodec
 from ...layout import MICRO_BLOCK
-from . import LATENT_CHANNELS
 from .compiler import Target
 from .gather import Gather
-from .gather import load as load_gather
+from .layer import ELEMENT_TYPES, PAGES, Cache, function_of, layer_of, load_for
 from .store import Store
-from .store import load as load_store
-from .tables import ELEMENT_TYPES, Cache, latent_layer_of
-
-
-def load(target: Target | None = None) -> tuple[ctypes.CDLL, ctypes.CDLL]:
-    """Return the libraries of store and gather, compiled once for all formats. Raises BuildError."""
-    return load_store(target, LATENT_CHANNELS), load_gather(target, LATENT_CHANNELS)
 
 
 class CpuLatentPages:
@@ -35,11 +27,9 @@ class CpuLatentPages:
     """
 
     def __init__(self, codec: LatentCodec, *, target: Target | None = None) -> None:
-        self.codec, self.layer = codec, latent_layer_of(codec)
-        store, gather = load(target)
-        self._store, self._gather = store.pk_store, gather.pk_gather
-        self._store.argtypes, self._gather.argtypes = [ctypes.POINTER(Store)], [ctypes.POINTER(Gather)]
-        self._gather.restype = None
+        self.codec, self.layer = codec, layer_of(codec)
+        library = load_for(PAGES, codec, target)
+        self._store, self._gather = function_of(library, "pk_store", Store), function_of(library, "pk_gather", Gather)
 
     def store(
         self,

@@ -1,19 +1,19 @@
-"""Store new tokens on a CPU, into pages and the ring: the host side of `store.cpp`."""
+"""Store new tokens on a CPU, into pages and the ring: the host side of `pages/store.h`."""
 
 from __future__ import annotations
 
 import ctypes
+import threading
 
 import torch
 
 from ...codecs.pages import PagedCodec
-from . import VECTOR_CHANNELS
 from .compiler import Target
-from .tables import ELEMENT_TYPES, Cache, Int, Layer, Pointer, layer_of, load_library_of_tables
+from .layer import ELEMENT_TYPES, PAGES, Cache, Int, KnownCaches, Layer, Pointer, function_of, layer_of, load_for
 
 
 class Store(ctypes.Structure):
-    """`struct Store` of store.cpp."""
+    """`struct Store` of pages/store.h."""
 
     _fields_ = (
         ("layer", ctypes.POINTER(Layer)),
@@ -33,11 +33,6 @@ class Store(ctypes.Structure):
     )
 
 
-def load(target: Target | None = None, channels: int = VECTOR_CHANNELS) -> ctypes.CDLL:
-    """Return the library, compiled once for all formats. Raises BuildError."""
-    return load_library_of_tables("store", Store, target, channels)
-
-
 class CpuStore:
     """Stores the tokens of a layer; the bytes equal those of `PagedCodec.write` and of `codecs.ring.write`.
 
@@ -46,15 +41,16 @@ class CpuStore:
         target: None: the best of this processor.
 
     Raises:
-        BuildError: `store.cpp` cannot be compiled.
+        BuildError: `pages/pages.cpp` cannot be compiled.
         ValueError: the codec is not served: see `cpp_lacks`.
     """
 
     def __init__(self, codec: PagedCodec, *, target: Target | None = None) -> None:
         self.layer = layer_of(codec)
         self.needs_positions = codec.key.transform.needs_positions
-        self.function = load(target).pk_store
-        self.function.argtypes = [ctypes.POINTER(Store)]
+        self.function = function_of(load_for(PAGES, codec, target), "pk_store", Store)
+        self._call, self._lock, self._caches = Store(layer=ctypes.pointer(self.layer)), threading.Lock(), KnownCaches()
+        self._layout: tuple[object, ...] = ()
 
     def __call__(
         self,
@@ -79,24 +75,33 @@ class CpuStore:
             ring_slots: int32 [up to tokens], of the first tokens; negative ones are skipped. None: only pages are
                 written.
         """
-        tokens = slots.shape[0]  # len() of a tensor takes ten times as long
-        assert slots.dtype == torch.int64 and slots.is_contiguous(), (slots.dtype, slots.stride())
+        with self._lock:
+            call, layout = self._call, (key.dtype, value.dtype, key.stride(), value.stride())
+            if layout != self._layout:
+                self._set_vectors(key, value)
+                self._layout = layout
+            tokens = slots.shape[0]  # len() of a tensor takes ten times as long
+            assert slots.dtype == torch.int64 and slots.is_contiguous(), (slots.dtype, slots.stride())
+            assert tokens <= key.shape[0] and tokens <= value.shape[0], (key.shape, value.shape, slots.shape)
+            call.pages = Cache() if cache is None else self._caches.of("pages", cache)
+            call.slots, call.tokens, call.threads = slots.data_ptr(), tokens, torch.get_num_threads()
+            call.vectors[0], call.vectors[1], call.kv_heads = key.data_ptr(), value.data_ptr(), key.shape[1]
+            if self.needs_positions:
+                assert positions is not None, "the means of keys depend on their positions"
+                assert positions.dtype == torch.int64 and positions.is_contiguous() and positions.shape[0] >= tokens
+                call.positions = positions.data_ptr()
+            call.ring_tokens = 0
+            if ring is not None and ring_slots is not None:
+                assert ring_slots.dtype == torch.int32 and ring_slots.is_contiguous() and ring_slots.shape[0] <= tokens
+                call.ring, call.ring_slots = self._caches.of("ring", ring), ring_slots.data_ptr()
+                call.ring_tokens = ring_slots.shape[0]
+            if self.function(call):
+                raise MemoryError(f"no memory to store {tokens} tokens")
+
+    def _set_vectors(self, key: torch.Tensor, value: torch.Tensor) -> None:
+        """Set what their dtype and strides decide."""
         assert key.dtype == value.dtype and key.stride(2) == value.stride(2) == 1, (key.dtype, key.stride())
-        assert tokens <= key.shape[0] and tokens <= value.shape[0], (key.shape, value.shape, slots.shape)
         assert (key.shape[2], value.shape[2]) == tuple(self.layer.dim), (key.shape, value.shape)
-        assert not self.needs_positions or positions is not None, "the means of keys depend on their positions"
-        call = Store(
-            layer=ctypes.pointer(self.layer), pages=Cache.of(cache), slots=slots.data_ptr(), tokens=tokens,
-            kv_heads=key.shape[1], dtype=ELEMENT_TYPES[key.dtype], threads=torch.get_num_threads(),
-        )  # fmt: skip
-        if positions is not None:
-            assert positions.dtype == torch.int64 and positions.is_contiguous() and positions.shape[0] >= tokens
-            call.positions = positions.data_ptr()
-        if ring is not None and ring_slots is not None:
-            assert ring_slots.dtype == torch.int32 and ring_slots.is_contiguous() and ring_slots.shape[0] <= tokens
-            call.ring, call.ring_slots, call.ring_tokens = Cache.of(ring), ring_slots.data_ptr(), ring_slots.shape[0]
+        self._call.dtype = ELEMENT_TYPES[key.dtype]
         for role, vectors in enumerate((key, value)):
-            call.vectors[role] = vectors.data_ptr()
-            call.token_stride[role], call.head_stride[role] = vectors.stride()[:2]
-        if self.function(call):
-            raise MemoryError(f"no memory to store {tokens} tokens")
+            self._call.token_stride[role], self._call.head_stride[role] = vectors.stride()[:2]

@@ -1,4 +1,4 @@
-"""The threads that kernels in C++ run on: `threads.h`."""
+"""The threads that kernels in C++ run on: `base/threads.h`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import ctypes
 
 from .build import Program, load_library
 
-PROGRAM = Program("threads.cpp", ("threads.h",))
+PROGRAM = Program("base/threads.cpp")
 
 
 def thread_ids(count: int) -> set[int]:

@@ -1,4 +1,4 @@
-"""Pack and read vectors outside of pages on a CPU, as `Codec.encode` has them: the host side of `vectors.cpp`."""
+"""Pack and read vectors outside of pages on a CPU, as `Codec.encode` has them: the host side of `pages/vectors.cpp`."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ from functools import partial
 import torch
 
 from ...codecs.pages import PagedCodec
+from .build import Program
 from .compiler import Target
-from .tables import ELEMENT_TYPES, Int, Layer, Pointer, layer_of, load_library_of_tables
+from .layer import ELEMENT_TYPES, EXACT, Int, Layer, Pointer, function_of, layer_of, load_for
 
 
 class _Tensor(ctypes.Structure):
-    """`struct Tensor` of vectors.cpp."""
+    """`struct Tensor` of pages/vectors.cpp."""
 
     _fields_ = (("data", Pointer), ("stride", ctypes.c_int64 * 3))
 
@@ -26,7 +27,7 @@ class _Tensor(ctypes.Structure):
 
 
 class _Vectors(ctypes.Structure):
-    """`struct Vectors` of vectors.cpp."""
+    """`struct Vectors` of pages/vectors.cpp."""
 
     _fields_ = (
         ("layer", ctypes.POINTER(Layer)),
@@ -41,14 +42,13 @@ class _Vectors(ctypes.Structure):
         ("tokens", Int),
         ("recent", Int),
         ("role", Int),
+        ("reads", Int),
         ("dtype", Int),
         ("threads", Int),
     )
 
 
-def load(target: Target | None = None) -> ctypes.CDLL:
-    """Return the library, compiled once for all formats. Raises BuildError."""
-    return load_library_of_tables("vectors", _Vectors, target)
+PROGRAM = Program("pages/vectors.cpp", EXACT)
 
 
 class CpuVectors:
@@ -60,14 +60,13 @@ class CpuVectors:
         target: None: the best of this processor.
 
     Raises:
-        BuildError: `vectors.cpp` cannot be compiled.
+        BuildError: `pages/vectors.cpp` cannot be compiled.
         ValueError: the codec is not served: see `cpp_lacks`.
     """
 
     def __init__(self, codec: PagedCodec, *, target: Target | None = None) -> None:
         self.layer, self.codec, self.target = layer_of(codec), codec, target
-        self.function = load(target).pk_vectors
-        self.function.argtypes, self.function.restype = [ctypes.POINTER(_Vectors), ctypes.c_int], None
+        self.function = function_of(load_for(PROGRAM, codec, target), "pk_vectors", _Vectors)
 
     def __reduce__(self) -> tuple[Callable[[PagedCodec], CpuVectors], tuple[PagedCodec]]:
         """Copies and pickles are bound again: addresses in `layer` are those of this codec's tensors."""
@@ -112,17 +111,15 @@ class CpuVectors:
         assert x.shape[:3] == packed.shape[:3] and x.shape[3] == codec.head_dim, (x.shape, packed.shape)
         assert codec.heads in (None, x.shape[1]), (codec.heads, x.shape)
         assert positions.shape == (x.shape[0], x.shape[2]) and positions.dtype == torch.int64, positions.shape
-        if role == 0 and codec.transform.grows and positions.numel():  # the tables' rows for all of them
-            codec.transform.means(positions.max().view(1))
-            self.layer.spectrum[0], self.layer.blocks[0] = (
-                codec.transform.spectrum.data_ptr(), codec.transform.mean_blocks
-            )  # fmt: skip
+        if role == 0:
+            self.layer.grow_means(self.codec, positions)
         positions = positions.contiguous()
         call = _Vectors(
             layer=ctypes.pointer(self.layer), vectors=_Tensor.of(x), packed=_Tensor.of(packed),
             codes=_Tensor.of(codes), scales=_Tensor.of(scales), positions=positions.data_ptr(),
             positions_stride=positions.shape[1], sequences=x.shape[0], heads=x.shape[1], tokens=x.shape[2],
-            recent=codes.shape[2], role=role, dtype=ELEMENT_TYPES[x.dtype], threads=torch.get_num_threads(),
+            recent=codes.shape[2], role=role, reads=reads, dtype=ELEMENT_TYPES[x.dtype],
+            threads=torch.get_num_threads(),
         )  # fmt: skip
         if x.numel():
-            self.function(call, reads)
+            self.function(call)

@@ -2,11 +2,11 @@
 // bits, then the scales; and the newest tokens at 8 bits, as a ring has them. The bytes equal the reference's, and the
 // numbers that are read do, rounded once. For a cache outside of vLLM (`transformers.py`).
 //
-// 16 vectors are worked on side by side (columns.h). 32 codes of b bits are b whole words, so what is done to a channel
+// 16 vectors are worked on side by side (vectors16.h). 32 codes of b bits are b whole words, so what is done to a channel
 // of a group is known when this is compiled.
-#include "quantize.h"
-#include "restore.h"
-#include "threads.h"
+#include "../base/threads.h"
+#include "../layout/quantize.h"
+#include "../layout/restore.h"
 
 // A tensor [sequences, KV heads, tokens, any]; strides in numbers.
 struct Tensor {
@@ -20,10 +20,15 @@ struct Vectors {
   const int64_t* positions; // [sequences, tokens]
   int64_t positions_stride; // of sequences
   int32_t sequences, heads, tokens, recent;  // the last `recent` tokens are in `codes` and `scales`
-  int32_t role, dtype, threads;
+  int32_t role, reads, dtype, threads;
 };
 
-constexpr int MOST_WORDS = VECTOR_CHANNELS / 8;
+constexpr int bits_before(int group) {
+  int bits = 0;
+  for (int g = 0; g < group; g++) bits += CODES[GROUP_TABLE[g].code].bits;
+  return bits;
+}
+constexpr int CODE_WORDS = bits_before(GROUPS);
 
 struct Place {
   int sequence, head, token;
@@ -32,16 +37,11 @@ struct Place {
 struct Worker {
   const Vectors& call;
   const Layer& layer;
-  alignas(64) Row x[VECTOR_CHANNELS];
-  alignas(64) Vector vectors[COLUMNS], given, mean;
-  alignas(64) uint8_t codes[VECTOR_CHANNELS][COLUMNS], scales[VECTOR_CHANNELS / 32][COLUMNS];
-  alignas(64) uint32_t words[MOST_WORDS][COLUMNS];
+  alignas(64) Row x[ALL_CHANNELS];
+  alignas(64) Vector vectors[WIDE], given, mean;
+  alignas(64) uint8_t codes[ALL_CHANNELS][WIDE], scales[GROUPS][WIDE];
+  alignas(64) uint32_t words[CODE_WORDS][WIDE];
 
-  int words_of_codes() const {
-    int count = 0;
-    for (int g = 0; g < layer.groups; g++) count += layer.bits[g];
-    return count;
-  }
   Place place(int64_t number) const {
     int64_t row = number / call.tokens;
     return {(int)(row / call.heads), (int)(row % call.heads), (int)(number % call.tokens)};
@@ -54,7 +54,7 @@ struct Worker {
   int older() const { return call.tokens - call.recent; }
 
   // Words of a group from the codes of 32 channels, and back.
-  template <int BITS> void join(const uint8_t (*from)[COLUMNS], uint32_t (*to)[COLUMNS], int lane) {
+  template <int BITS> void join(const uint8_t (*from)[WIDE], uint32_t (*to)[WIDE], int lane) {
     Bytes word[BITS];
     for (int w = 0; w < BITS; w++) word[w] = zero();
 #pragma GCC unroll 32
@@ -66,9 +66,10 @@ struct Worker {
     }
     for (int w = 0; w < BITS; w++) store(to[w] + lane, word[w]);
   }
-  template <int BITS> void read_group(const uint32_t (*from)[COLUMNS], const uint8_t* bytes, float gain, Row* to,
+  template <int C> void read_group(const uint32_t (*from)[WIDE], const uint8_t* bytes, float gain, Row* to,
                                       int lane) {
-    const SignedLevels<Code<BITS>> levels;
+    constexpr int BITS = CODES[C].bits;
+    const SignedLevels<C> levels;
     Levels level(levels.at);
     Floats scale = scale_of(load_bytes(bytes + lane)) * broadcast(gain);
     Bytes mask = broadcast_32((1 << BITS) - 1);
@@ -82,8 +83,8 @@ struct Worker {
   }
 
   void encode(int64_t first, int count) {
-    const int all = whole(count), code_words = words_of_codes();
-    Place places[COLUMNS];
+    const int all = whole(count);
+    Place places[WIDE];
     bool any_recent = false;
     for (int n = 0; n < count; n++) {
       Place p = places[n] = place(first + n);
@@ -92,56 +93,52 @@ struct Worker {
       prepare_vector(layer, call.role, p.head, position(p), from, call.dtype, vectors[n], given, mean);
     }
     memset(vectors[count], 0, sizeof(Vector) * (all - count));
-    to_columns(vectors, x, layer.channels, all);
-    rotate(layer, x, all, false);
+    to_rows(vectors, x, STORED_DIM, all);
+    rotate(x, layer.rotation, all, false);
     for (int lane = 0; lane < all; lane += VECTOR_FLOATS)
-      for (int g = 0, word = 0; g < layer.groups; word += layer.bits[g++]) {
-        uint8_t(*of_group)[COLUMNS] = codes + 32 * g;
-        if (layer.bits[g] == 4) quantize<Code<4>>(x + 32 * g, lane, of_group, scales[g]);
-        if (layer.bits[g] == 3) quantize<Code<3>>(x + 32 * g, lane, of_group, scales[g]);
-        if (layer.bits[g] == 2) quantize<Code<2>>(x + 32 * g, lane, of_group, scales[g]);
-        if (layer.bits[g] == 4) join<4>(of_group, words + word, lane);
-        if (layer.bits[g] == 3) join<3>(of_group, words + word, lane);
-        if (layer.bits[g] == 2) join<2>(of_group, words + word, lane);
-      }
+      for (int g = 0; g < GROUPS; g++)
+        unrolled<WIDTHS>([&](auto code) {
+          if (GROUP_TABLE[g].code != code) return;
+          quantize<code.value>(x + 32 * g, lane, codes + 32 * g, scales[g]);
+          join<CODES[code.value].bits>(codes + 32 * g, words + bits_before(g), lane);
+        });
     for (int n = 0; n < count; n++) {
       uint8_t* to = at(call.packed, places[n], 1);
-      for (int w = 0; w < code_words; w++) memcpy(to + 4 * w, &words[w][n], 4);
-      for (int g = 0; g < layer.groups; g++) to[4 * code_words + g] = scales[g][n];
+      for (int w = 0; w < CODE_WORDS; w++) memcpy(to + 4 * w, &words[w][n], 4);
+      for (int g = 0; g < GROUPS; g++) to[4 * CODE_WORDS + g] = scales[g][n];
     }
     if (!any_recent) return;
     for (int lane = 0; lane < all; lane += VECTOR_FLOATS)
-      for (int g = 0; g < layer.groups; g++) quantize_for_ring(x + 32 * g, lane, codes + 32 * g, scales[g]);
+      for (int g = 0; g < GROUPS; g++) quantize_for_ring(x + 32 * g, lane, codes + 32 * g, scales[g]);
     for (int n = 0; n < count; n++) {
       if (places[n].token < older()) continue;
       uint8_t *to = at(call.codes, places[n], 1, older()), *to_scales = at(call.scales, places[n], 1, older());
-      for (int c = 0; c < layer.channels; c++) to[c] = codes[c][n] - 128;
-      for (int g = 0; g < layer.groups; g++) to_scales[g] = scales[g][n];
+      for (int c = 0; c < STORED_DIM; c++) to[c] = codes[c][n] - 128;
+      for (int g = 0; g < GROUPS; g++) to_scales[g] = scales[g][n];
     }
   }
 
   void decode(int64_t first, int count) {
-    const int all = whole(count), code_words = words_of_codes();
-    Place places[COLUMNS];
+    const int all = whole(count);
+    Place places[WIDE];
     for (int n = 0; n < count; n++) {
       places[n] = place(first + n);
       const uint8_t* from = at(call.packed, places[n], 1);
-      for (int w = 0; w < code_words; w++) memcpy(&words[w][n], from + 4 * w, 4);
-      for (int g = 0; g < layer.groups; g++) scales[g][n] = from[4 * code_words + g];
+      for (int w = 0; w < CODE_WORDS; w++) memcpy(&words[w][n], from + 4 * w, 4);
+      for (int g = 0; g < GROUPS; g++) scales[g][n] = from[4 * CODE_WORDS + g];
     }
     for (int n = count; n < all; n++)
-      for (int g = 0; g < layer.groups; g++) scales[g][n] = 0;
+      for (int g = 0; g < GROUPS; g++) scales[g][n] = 0;
     for (int lane = 0; lane < all; lane += VECTOR_FLOATS)
-      for (int g = 0, word = 0; g < layer.groups; word += layer.bits[g++]) {
-        float gain = layer.gain[call.role][g];
-        if (layer.bits[g] == 4) read_group<4>(words + word, scales[g], gain, x + 32 * g, lane);
-        if (layer.bits[g] == 3) read_group<3>(words + word, scales[g], gain, x + 32 * g, lane);
-        if (layer.bits[g] == 2) read_group<2>(words + word, scales[g], gain, x + 32 * g, lane);
-      }
+      for (int g = 0; g < GROUPS; g++)
+        unrolled<WIDTHS>([&](auto code) {
+          if (GROUP_TABLE[g].code == code)
+            read_group<code.value>(words + bits_before(g), scales[g], gain_of(call.role, g), x + 32 * g, lane);
+        });
     for (int n = 0; n < count; n++)
       if (places[n].token >= older()) read_recent(places[n], n);
-    rotate(layer, x, all, true);
-    to_vectors(x, vectors[0], VECTOR_CHANNELS, layer.channels, all);
+    rotate(x, layer.rotation, all, true);
+    to_vectors(x, vectors[0], ALL_CHANNELS, STORED_DIM, all);
     for (int n = 0; n < count; n++) {
       Place p = places[n];
       void* to = at(call.vectors, p, element_bytes(call.dtype));
@@ -152,37 +149,24 @@ struct Worker {
   void read_recent(Place p, int n) {
     const int8_t* from = (const int8_t*)at(call.codes, p, 1, older());
     const uint8_t* from_scales = at(call.scales, p, 1, older());
-    for (int g = 0; g < layer.groups; g++) {
-      float step[VECTOR_FLOATS];
-      store_floats(step, scale_of(broadcast_32(from_scales[g])) * broadcast(RING_UNIT));
-      for (int c = 32 * g; c < 32 * g + 32; c++) x[c][n] = (float)from[c] * step[0];
-    }
-  }
-};
-
-struct Tasks {
-  const Vectors& call;
-  bool reads;
-  int count, next;
-
-  static void body(void* self) {
-    Tasks& tasks = *(Tasks*)self;
-    const Vectors& call = tasks.call;
-    Worker worker{call, *call.layer};
-    const int64_t all = (int64_t)call.sequences * call.heads * call.tokens;
-    for (int i; (i = next_of(&tasks.next)) < tasks.count;) {
-      int64_t first = (int64_t)i * COLUMNS, rest = all - first;
-      int count = rest < COLUMNS ? (int)rest : COLUMNS;
-      if (tasks.reads) worker.decode(first, count);
-      else worker.encode(first, count);
+    for (int g = 0; g < GROUPS; g++) {
+      float step = ring_step(from_scales[g]);
+      for (int c = 32 * g; c < 32 * g + 32; c++) x[c][n] = (float)from[c] * step;
     }
   }
 };
 
 EXPORT long pk_vectors_bytes() { return sizeof(Layer) + sizeof(Vectors); }
 
-EXPORT void pk_vectors(const Vectors* call, int reads) {
-  int64_t all = (int64_t)call->sequences * call->heads * call->tokens;
-  Tasks tasks{*call, reads != 0, (int)((all + COLUMNS - 1) / COLUMNS), 0};
-  run_on_threads(Tasks::body, &tasks, tasks.count < call->threads ? tasks.count : call->threads);
+EXPORT void pk_vectors(const Vectors* call) {
+  const int64_t all = (int64_t)call->sequences * call->heads * call->tokens;
+  hand_out((int)((all + WIDE - 1) / WIDE), call->threads, [&](auto next) {
+    Worker worker{*call, *call->layer};
+    for (int i; (i = next()) >= 0;) {
+      int64_t first = (int64_t)i * WIDE, rest = all - first;
+      int count = rest < WIDE ? (int)rest : WIDE;
+      if (call->reads) worker.decode(first, count);
+      else worker.encode(first, count);
+    }
+  });
 }

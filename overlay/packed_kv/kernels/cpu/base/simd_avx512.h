@@ -7,6 +7,9 @@ typedef __m512i Bytes;
 typedef __m512 Floats;
 #ifdef __AVX512VBMI__
 #define HAS_VBMI 1
+#ifdef __AMX_BF16__
+#define HAS_AMX 1
+#endif
 #endif
 
 INLINE Bytes load(const void* p) { return _mm512_loadu_si512(p); }

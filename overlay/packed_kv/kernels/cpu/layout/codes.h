@@ -7,20 +7,8 @@
 // so that a product with four 16-bit numbers in the order [e1][e0] that all lanes share sums over those bits: for K
 // channels d3 d0 of a query, for V the weights of tokens n3 n0. The sums over t are sums of products.
 #pragma once
-#include "constants.h"
-#include "simd.h"
-
-// --- compile-time loops ---------------------------------------------------------------------------------------------
-template <int I> struct Index {
-  static constexpr int value = I;
-};
-template <int I, int N, class Body> INLINE void unrolled_from(Body&& body) {
-  if constexpr (I < N) {
-    body(Index<I>{});
-    unrolled_from<I + 1, N>(body);
-  }
-}
-template <int N, class Body> INLINE void unrolled(Body&& body) { unrolled_from<0, N>(body); }
+#include "../base/loops.h"
+#include "places.h"
 
 // --- where a lane's word lies ---------------------------------------------------------------------------------------
 constexpr int MICRO_WORD_BYTES = 4 * LANES;              // one word of all lanes
@@ -71,21 +59,13 @@ struct Control {
 constexpr int code_at(int i, int e2) { return (i >> 3 & 1) * 8 + e2 * 4 + (i & 3); }
 constexpr int word_bit(int i) { return (i >> 2 & 1) * 32; }
 
-enum Source { MAGNITUDES, SIGNS, SIGNS_OF_PAIR, SIGNS_OF_HALF };
-constexpr int bit_of(const Code& code, int e, Source source, int parity) {
-  if (source == MAGNITUDES) return code.magnitude_shift[e];
-  if (source == SIGNS) return code.sign_shift[e];
-  if (source == SIGNS_OF_PAIR) return SIGN_WORD_SHIFT[e] + parity * SIGN_PARITY_SHIFT;
-  return SIGN_HALF_SHIFT[e];
-}
-
-// Levels by index. With VBMI, an index has 6 bits, and those that are not of the code may be anything; else 4 bits, all
+// ByteLevels by index. With VBMI, an index has 6 bits, and those that are not of the code may be anything; else 4 bits, all
 // of the code. `sign_bit`, `magnitude_mask`: which of the index are the code's.
-struct Levels {
+struct ByteLevels {
   alignas(64) uint8_t low[64], high[64];
 };
-constexpr Levels make_levels(const Code& code, int sign_bit, int magnitude_mask) {
-  Levels levels = {};
+constexpr ByteLevels make_levels(const Code& code, int sign_bit, int magnitude_mask) {
+  ByteLevels levels = {};
   for (int i = 0; i < 64; i++) {
     int level = code.levels[i & magnitude_mask];
     if (i >> sign_bit & 1) level = -level;
@@ -126,7 +106,7 @@ template <int C, int E2, Source S, int PARITY, int SHIFTED> INLINE Bytes take_bi
 }
 template <int C> INLINE void table_of(Bytes* low, Bytes* high) {
   using K = CodeOf<C>;
-  static constexpr Levels levels = make_levels(K::code, K::code.bits == 2 ? K::sign_distance : K::sign_bit,
+  static constexpr ByteLevels levels = make_levels(K::code, K::code.bits == 2 ? K::sign_distance : K::sign_bit,
                                                K::magnitude_mask);
   *low = load(levels.low), *high = load(levels.high);
 }
@@ -150,7 +130,7 @@ template <int C, int E2, Source S, int PARITY, int FURTHER> INLINE Bytes take_bi
 }
 template <int C> INLINE void table_of(Bytes* low, Bytes* high) {
   using K = CodeOf<C>;
-  static constexpr Levels levels = make_levels(K::code, K::sign_bit, K::magnitude_mask);
+  static constexpr ByteLevels levels = make_levels(K::code, K::sign_bit, K::magnitude_mask);
   *low = broadcast_lane(levels.low), *high = broadcast_lane(levels.high);
 }
 #endif
@@ -203,7 +183,7 @@ template <int WORD, int T> INLINE Bytes word_of(const uint8_t* arranged) {
   return place.half ? twice_high(pair) : twice_low(pair);
 }
 
-// Levels of a group and t of an arranged part. `low`, `high`: of table_of.
+// ByteLevels of a group and t of an arranged part. `low`, `high`: of table_of.
 template <int GROUP, int T> INLINE void decode(const uint8_t* arranged, Bytes low, Bytes high, Bytes* out) {
   constexpr Group group = GROUP_TABLE[GROUP];
   constexpr int C = group.code;
@@ -212,8 +192,8 @@ template <int GROUP, int T> INLINE void decode(const uint8_t* arranged, Bytes lo
     static_assert(place.half == 0, "the two words of a group are a pair");
     decode_nibbles<C>(load(arranged + place.vector * VECTOR_BYTES), low, high, out);
   } else if constexpr (CODES[C].bits == 3) {
-    constexpr bool in_half = group.sign_word == WORDS;
-    constexpr Source source = in_half ? SIGNS_OF_HALF : SIGNS_OF_PAIR;
+    constexpr Source source = signs_of(group);
+    constexpr bool in_half = source == SIGNS_OF_HALF;
     static constexpr Control spread = make_spread(T);
     Bytes x = word_of<group.word, T>(arranged), s;
     if constexpr (in_half) s = shuffle_bytes(load(arranged + 2 * WORDS * VECTOR_BYTES), load(spread.at));
@@ -232,8 +212,8 @@ template <int GROUP, int T> INLINE void decode(const uint8_t* arranged, Bytes lo
 // Scale bytes of 16 tokens lie by lane L = n2 n1, n0 and n3 as layout.py draws them; as floats they are wanted in the
 // order of scores, [n2 n1][n3][n0]. A lane has 4 * GROUPS bytes; a vector's lane looks at 16 from `window` on.
 constexpr int LANE_SCALES = 4 * GROUPS;
-constexpr int scale_byte(int vector, int group, int word) {  // word = 2 * n3 + n0
-  return vector == 0 ? (word & 1) * 2 * GROUPS + 2 * group + (word >> 1) : 4 * group + word;
+constexpr int scale_byte(int role, int group, int word) {  // word = 2 * n3 + n0
+  return scale_at(role, group, (word >> 1) * 8 + (word & 1));
 }
 constexpr int window_of(int vector, int group, int n0) {
   int first = scale_byte(vector, group, n0), latest = LANE_SCALES - 16;

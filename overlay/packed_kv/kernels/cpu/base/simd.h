@@ -5,7 +5,8 @@
 #include <stdint.h>
 #include <string.h>
 
-#define INLINE static inline __attribute__((always_inline))
+#define INLINE_MEMBER inline __attribute__((always_inline))
+#define INLINE static INLINE_MEMBER
 
 #if defined(__AVX512BW__)
 #include "simd_avx512.h"
@@ -29,6 +30,10 @@ constexpr int PARTS = 4 / VECTOR_LANES;
 #define KEEP(v) asm("" : "+v"(v))
 #endif
 
+#if VECTOR_LANES == 4
+INLINE float horizontal_max(Floats v) { return _mm512_reduce_max_ps(v); }
+INLINE float horizontal_sum(Floats v) { return _mm512_reduce_add_ps(v); }
+#else
 INLINE float horizontal_max(Floats v) {
   float x[VECTOR_FLOATS], most = -INFINITY;
   store_floats(x, v);
@@ -42,6 +47,7 @@ INLINE float horizontal_sum(Floats v) {
   for (int i = 0; i < VECTOR_FLOATS; i++) sum += x[i];
   return sum;
 }
+#endif
 
 // e^x for x <= 0, with a relative error of about 1e-7; 0 below -87, and so for -infinity.
 INLINE Floats exp_of_negative(Floats x) {

@@ -18,3 +18,19 @@ static inline void run_on_threads(Work work, void* data, int threads) {
 
 // The next piece of work, from 0 on.
 static inline int next_of(int* counter) { return __atomic_fetch_add(counter, 1, __ATOMIC_RELAXED); }
+
+// Calls body(next) on up to `threads` threads; next() is a number of 0 .. count - 1 that no other call got, then -1.
+template <class Body> static void hand_out(int count, int threads, Body body) {
+  struct Handed {
+    Body& body;
+    int count, number;
+    static void run(void* self) {
+      Handed& work = *(Handed*)self;
+      work.body([&] {
+        int i = next_of(&work.number);
+        return i < work.count ? i : -1;
+      });
+    }
+  } work{body, count, 0};
+  run_on_threads(Handed::run, &work, count < threads ? count : threads);
+}

@@ -1,4 +1,4 @@
-// Operations that only columns.h needs. On 32-bit words:
+// Operations that only the store and the gather need. On 32-bit words:
 //
 //   nearer(least, x, level)   the smaller of |x - level| and |least|; its sign does not count
 //   count_above(n, a, b)      n + (a > b)
@@ -7,7 +7,6 @@
 //   Levels(levels)(code)      levels[code], code 0 .. 15
 #pragma once
 #include "simd.h"
-
 
 #if VECTOR_LANES == 4
 INLINE Floats min_floats(Floats a, Floats b) { return _mm512_min_ps(a, b); }
@@ -94,4 +93,3 @@ struct Levels {
   }
 };
 #endif
-

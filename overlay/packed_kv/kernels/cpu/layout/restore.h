@@ -1,0 +1,42 @@
+// Codes to numbers, and a vector as the model made it.
+#pragma once
+#include "../base/numbers.h"
+#include "layer.h"
+#include "vectors16.h"
+
+// Levels of sign-magnitude codes of a width; those of codes that it has not repeat.
+template <int C> struct SignedLevels {
+  float at[16];
+  SignedLevels() {
+    for (int code = 0; code < 16; code++) {
+      float magnitude = CODES[C].levels[code % CODES[C].magnitudes] * CODES[C].unit;
+      at[code] = code & CODES[C].magnitudes ? -magnitude : magnitude;
+    }
+  }
+};
+constexpr float gain_of(int role, int group) { return role == 1 ? CODES[GROUP_TABLE[group].code].gain : 1; }
+
+// A code of 1 in a ring's scale.
+static inline float ring_step(uint8_t scale) {
+  float step[VECTOR_FLOATS];
+  store_floats(step, scale_of(broadcast_32(scale)) * broadcast(RING_UNIT));
+  return step[0];
+}
+
+// As `Codec.restore`, but for the rotation: a vector to elements of a type. `plain`, `mean`: memory.
+static void restore_vector(const Layer& layer, int role, int head, int64_t position, float* vector, void* to, int type,
+                           float* plain, float* mean) {
+  const int32_t* order = layer.order_of(role, head);
+  const float *scale = layer.scale_of(role, head), *result = vector;
+  if (scale)
+    for (int i = 0; i < STORED_DIM; i++) vector[i] /= scale[i];
+  if (layer.centres[role]) {
+    layer.read_mean(role, head, layer.mean_number(role, position), mean);
+    for (int i = 0; i < STORED_DIM; i++) vector[i] += mean[i];
+  }
+  if (order) {
+    for (int i = 0; i < STORED_DIM; i++) plain[order[i]] = vector[i];
+    result = plain;
+  }
+  write_elements(to, result, type, layer.dim[role]);
+}
