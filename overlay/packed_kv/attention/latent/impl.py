@@ -53,9 +53,9 @@ class LatentAttentionImpl(PackedLatents, MLACommonImpl[LatentMetadata]):
         if self.device.type == "cpu":
             from ..cpu import compile_ahead
 
-            fmt, bits = FORMATS[kv_cache_dtype], read_options(self.config.additional_config).latent_rope_bits
-            asked = served.Latents(fmt, kv_lora_rank, qk_rope_head_dim, heads=1)
-            page = latent_layout(fmt, kv_lora_rank, qk_rope_head_dim, bits)
+            fmt, bits = FORMATS[self.kv_cache_dtype], read_options(self.config.additional_config).latent_rope_bits
+            asked = served.Latents(fmt, self.kv_lora_rank, self.qk_rope_head_dim, heads=1)
+            page = latent_layout(fmt, self.kv_lora_rank, self.qk_rope_head_dim, bits)
             compile_ahead(asked, page, attends=self.config.model_config.dtype != torch.float32)
         self.window_tokens = window_tokens_of_model(self.config)
         self.ranks: Ranks | None = None

@@ -6,6 +6,7 @@ import ctypes
 
 import torch
 
+from ...codecs.latent import LatentCodec
 from ...codecs.pages import PagedCodec
 from ...codecs.ring import Ring
 from ...layout import MICRO_BLOCK
@@ -35,7 +36,8 @@ class Gather(ctypes.Structure):
 
 
 class CpuGather:
-    """Reads tokens of a layer as the model made them: equal to `PagedCodec.read` and `Codec.restore`, rounded once.
+    """Reads tokens of a layer as the model made them: equal to `PagedCodec.read` and `Codec.restore`, rounded once. Of
+    latents, `key` and `value` are parts of one row: the latent as it is stored, and its RoPE channels.
 
     Args:
         codec: of the layer.
@@ -46,7 +48,7 @@ class CpuGather:
         ValueError: the codec is not served: see `cpp_lacks`.
     """
 
-    def __init__(self, codec: PagedCodec, *, target: Target | None = None) -> None:
+    def __init__(self, codec: PagedCodec | LatentCodec, *, target: Target | None = None) -> None:
         self.layer = layer_of(codec)
         self.function = function_of(load_for(PAGES, codec, target), "pk_gather", Gather)
 

@@ -1,17 +1,13 @@
-"""Latents on a CPU: their store and reads, by `pages/pages.cpp`. Decodes: `latent_decode.py`."""
+"""Latents on a CPU: their store and reads, as vectors of one head. Decodes: `latent_decode.py`."""
 
 from __future__ import annotations
-
-import ctypes
 
 import torch
 
 from ...codecs.latent import LatentCodec
-from ...layout import MICRO_BLOCK
 from .compiler import Target
-from .gather import Gather
-from .layer import ELEMENT_TYPES, PAGES, Cache, function_of, layer_of, load_for
-from .store import Store
+from .gather import CpuGather
+from .store import CpuStore
 
 
 class CpuLatentPages:
@@ -27,9 +23,8 @@ class CpuLatentPages:
     """
 
     def __init__(self, codec: LatentCodec, *, target: Target | None = None) -> None:
-        self.codec, self.layer = codec, layer_of(codec)
-        library = load_for(PAGES, codec, target)
-        self._store, self._gather = function_of(library, "pk_store", Store), function_of(library, "pk_gather", Gather)
+        self.codec = codec
+        self._store, self._gather = CpuStore(codec, target=target), CpuGather(codec, target=target)
 
     def store(
         self,
@@ -51,23 +46,10 @@ class CpuLatentPages:
             ring: uint8 [blocks, 1, block_size, ring_slot_bytes]; None: only pages are written.
             ring_slots: int [up to tokens], of the first tokens; negative ones are skipped.
         """
+        pages = None if cache is None else cache.unsqueeze(1)
         slots = slots.to(torch.int64).contiguous()
-        assert latent.dtype == rope.dtype and latent.stride(1) == rope.stride(1) == 1, (latent.dtype, rope.dtype)
-        assert (latent.shape[1], rope.shape[1]) == tuple(self.layer.dim), (latent.shape, rope.shape)
-        assert min(len(latent), len(rope)) >= len(slots), (latent.shape, rope.shape, slots.shape)
-        call = Store(
-            layer=ctypes.pointer(self.layer), pages=Cache.of(None if cache is None else cache.unsqueeze(1)),
-            slots=slots.data_ptr(), tokens=len(slots), kv_heads=1, dtype=ELEMENT_TYPES[latent.dtype],
-            threads=torch.get_num_threads(),
-        )  # fmt: skip
-        if ring is not None and ring_slots is not None:
-            ring_slots = ring_slots.to(torch.int32).contiguous()
-            assert len(ring_slots) <= len(slots), (ring_slots.shape, slots.shape)
-            call.ring, call.ring_slots, call.ring_tokens = Cache.of(ring), ring_slots.data_ptr(), len(ring_slots)
-        for role, vectors in enumerate((latent, rope)):
-            call.vectors[role], call.token_stride[role] = vectors.data_ptr(), vectors.stride(0)
-        if self._store(call):
-            raise MemoryError(f"no memory to store {len(slots)} tokens")
+        ring_slots = None if ring_slots is None else ring_slots.to(torch.int32).contiguous()
+        self._store(pages, latent.unsqueeze(1), rope.unsqueeze(1), slots, None, ring, ring_slots)
 
     def read(self, cache: torch.Tensor, blocks: torch.Tensor, first: int, rows: torch.Tensor) -> None:
         """Fill rows with stored latents and RoPE channels of a request, as `LatentCodec.read` has them.
@@ -78,12 +60,5 @@ class CpuLatentPages:
             first: the token of the first row, a multiple of 16.
             rows: fp32, bf16 or fp16 [tokens, rank + rope_dim], the last dimension contiguous.
         """
-        assert first % MICRO_BLOCK == 0 and blocks.dtype == torch.int32 and blocks.stride(0) == 1, (first, blocks.dtype)
-        assert rows.stride(1) == 1 and rows.shape[1] == sum(self.layer.dim), (rows.stride(), rows.shape)
-        call = Gather(
-            layer=ctypes.pointer(self.layer), pages=Cache.of(cache.unsqueeze(1)), block_table=blocks.data_ptr(),
-            first=first, end=first + len(rows), kv_heads=1, dtype=ELEMENT_TYPES[rows.dtype],
-            threads=torch.get_num_threads(),
-        )  # fmt: skip
-        call.vectors[0], call.token_stride[0] = rows.data_ptr(), rows.stride(0)
-        self._gather(call)
+        parts = rows.unsqueeze(1).split([self.codec.rank, self.codec.rope_dim], dim=-1)
+        self._gather(cache.unsqueeze(1), blocks, first, first + len(rows), *parts)

@@ -7,6 +7,7 @@ import threading
 
 import torch
 
+from ...codecs.latent import LatentCodec
 from ...codecs.pages import PagedCodec
 from .compiler import Target
 from .layer import ELEMENT_TYPES, PAGES, Cache, Int, KnownCaches, Layer, Pointer, function_of, layer_of, load_for
@@ -34,7 +35,8 @@ class Store(ctypes.Structure):
 
 
 class CpuStore:
-    """Stores the tokens of a layer; the bytes equal those of `PagedCodec.write` and of `codecs.ring.write`.
+    """Stores the tokens of a layer; the bytes equal those of `PagedCodec.write` and of `codecs.ring.write`. Of latents,
+    `key` and `value` are the latent and its RoPE channels.
 
     Args:
         codec: of the layer.
@@ -45,9 +47,9 @@ class CpuStore:
         ValueError: the codec is not served: see `cpp_lacks`.
     """
 
-    def __init__(self, codec: PagedCodec, *, target: Target | None = None) -> None:
+    def __init__(self, codec: PagedCodec | LatentCodec, *, target: Target | None = None) -> None:
         self.layer = layer_of(codec)
-        self.needs_positions = codec.key.transform.needs_positions
+        self.needs_positions = isinstance(codec, PagedCodec) and codec.key.transform.needs_positions
         self.function = function_of(load_for(PAGES, codec, target), "pk_store", Store)
         self._call, self._lock, self._caches = Store(layer=ctypes.pointer(self.layer)), threading.Lock(), KnownCaches()
         self._layout: tuple[object, ...] = ()

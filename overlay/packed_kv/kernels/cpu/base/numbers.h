@@ -1,4 +1,4 @@
-// Tensors' element types, and rotations of a vector in fp32, as codecs/rotations.py has them.
+// Numbers of tensors' element types.
 #pragma once
 #include <math.h>
 #include <stdint.h>
@@ -7,7 +7,7 @@
 #include <immintrin.h>
 #endif
 
-enum ElementType { FLOAT32 = 0, BFLOAT16 = 1, FLOAT16 = 2 };  // also in tables.py
+enum ElementType { FLOAT32 = 0, BFLOAT16 = 1, FLOAT16 = 2 };  // also in layer.py
 
 static inline float bfloat16_to_float(uint16_t x) {
   uint32_t bits = (uint32_t)x << 16;

@@ -230,9 +230,9 @@ constexpr Control make_scale_control(int vector, int group, int n0, bool only) {
 }
 
 // Scales of a micro-block's vector, times the unit of their codes (and V's gain), as fp32 [group][16 tokens].
-INLINE void read_scales(const uint8_t* micro_block, int vector_of_page, float* to) {
+INLINE void read_scales(const uint8_t* micro_block, int role, float* to) {
   alignas(64) uint8_t copy[64 + LANE_SCALES * 4];
-  const uint8_t* plane = micro_block + SCALES_AT[vector_of_page];
+  const uint8_t* plane = micro_block + SCALES_AT[role];
   if (LANE_SCALES < 16) {  // a lane's 16 bytes reach beyond the page
     memcpy(copy, plane, 4 * LANE_SCALES);
     plane = copy;
@@ -256,7 +256,7 @@ INLINE void read_scales(const uint8_t* micro_block, int vector_of_page, float* t
       }
     });
   };
-  if (vector_of_page == 0) read(Index<0>{});
+  if (role == 0) read(Index<0>{});
   else read(Index<1>{});
 }
 
