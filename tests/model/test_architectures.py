@@ -15,8 +15,7 @@ from checkout import REPO
 from model_scan import Scan
 from packed_kv.commands import doctor, plan
 from packed_kv.model import architectures
-from packed_kv.refusals import config_facts
-from packed_kv.refusals import table as refusals
+from packed_kv.refusals import config_facts, rules
 from packed_kv.refusals.table import refusals_of_model
 from packed_kv_patches import wheels
 from packed_kv_patches.survey import Tree
@@ -126,7 +125,7 @@ NEEDED = {
 @pytest.mark.parametrize("names", NEEDED)
 def test_each_table_is_needed(names: str, installed: Scan, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without it, a model is found that no rule names."""
-    reader = config_facts if hasattr(config_facts, names) else refusals
+    reader = config_facts if hasattr(config_facts, names) else rules
     monkeypatch.setattr(reader, names, ())
     assert NEEDED[names] in unnamed(installed)
 
