@@ -33,9 +33,12 @@ def test_all_is_right_in_time(tmp_path: Path) -> None:
         run = subprocess.run(command, capture_output=True, text=True, check=False, env=os.environ | caches)
         seconds = time.monotonic() - start
         assert run.returncode == 0, run.stderr + run.stdout
-        rows = json.loads(run.stdout)["rows"]
+        found = json.loads(run.stdout)
+        rows, has_fp8 = found["rows"], torch.cuda.get_device_capability()[0] == 9
         assert {(row["dtype"], row["kernel"]) for row in rows} == {(name, one) for name in FORMATS for one in kernels}
         assert all(row["microseconds"] > 0 and row["bf16_microseconds"] > 0 for row in rows)
+        assert all((row["fp8_microseconds"] is not None) == has_fp8 for row in rows)
+        assert found["timed"]["copy_rate"] > 1e11
         print(f"{seconds:.0f} s")
         assert seconds < SECONDS
 
