@@ -61,7 +61,8 @@ def test_tables_are_those_of_the_rows() -> None:
          "docs/quality.md, overlay/packed_kv/planning/measured.json"),
         ("runs.toml", "benchmarks/store.py --csv", "benchmarks/shop.py --csv", "benchmarks/results/runs.md"),
     ],
-    ids=["step", "card", "quality", "tail", "teacher-forced", "collective", "mean of two runs", "soak", "latents", "command"],
+    ids=["step", "card", "quality", "tail", "teacher-forced", "collective", "mean of two runs", "soak", "latents",
+         "command"],
 )  # fmt: skip
 def test_changed_row_is_noticed(copy: Path, file: str, old: str, new: str, pages: str) -> None:
     path = copy / "benchmarks" / "results" / file
