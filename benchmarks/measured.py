@@ -277,7 +277,12 @@ SPECS: Mapping[str, Sequence[Spec]] = {
              "GPUs", "dtype": "ms"}, STEP, CASE, LONG | {"requests": ("32", "128", "8", "1"), "dtype": ("auto", "fp8",
              "tq4")}),
         Spec("cpu", "cpu_engine.csv", {"what": "what", "dtype": "dtype"}, {"ms": text("ms"),
-             "prompt tokens/s": text("tokens_a_second"), "ratio": text("ratio", ".2f")},
+             "prompt tokens/s": text("tokens_a_second"), "ratio": text("ratio", ".2f")}, where={"cpu": ("AMD EPYC",)},
+             prepare=lambda rows: [row for row in rows if not row["reference_ms"]]),
+        Spec("cpu-intel", "cpu_engine.csv", {"what": "what", "threads": "threads", "dtype": "dtype"},
+             {"ms": text("ms"), "prompt tokens/s": text("tokens_a_second"), "ratio": text("ratio", ".2f"),
+              "CPU ms": text("cpu_ms"), "ratio of CPU time": text("cpu_ratio", ".2f")},
+             where={"cpu": ("Intel(R) Xeon(R) Processor",)},
              prepare=lambda rows: [row for row in rows if not row["reference_ms"]]),
     ),
     "docs/server.md": (
@@ -364,7 +369,7 @@ OTHERS: Mapping[str, Mapping[str, Callable[[str], str]]] = {"docs/cards.md": car
 
 
 APART = {
-    "cpu": "a CPU", "steps-older": "wants FlashAttention 2, which the release's environment lacked",
+    "cpu": "a CPU", "cpu-intel": "a CPU", "steps-older": "wants FlashAttention 2, which the release's environment lacked",
     "prefixes": "minutes of a server per dtype", "contexts": "needs host memory and a disk", "peers": "several GPUs",
 }  # fmt: skip
 """Table of docs/speed.md or docs/server.md -> why its rows are not the release's."""

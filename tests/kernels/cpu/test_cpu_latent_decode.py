@@ -10,7 +10,7 @@ from packed_kv.channel_calibration import ChannelCalibration
 from packed_kv.codecs.latent import LatentCodec
 from packed_kv.codecs.ring import Ring
 from packed_kv.formats import FORMATS
-from packed_kv.kernels.cpu.compiler import Target
+from packed_kv.kernels.cpu.compiler import Target, is_usable, target_of
 from packed_kv.kernels.cpu.latent_decode import CpuLatentDecode
 from packed_kv.reference.latent_attention import attend
 
@@ -106,6 +106,40 @@ def test_any_number_of_heads(heads: int) -> None:
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.bfloat16, 3e-3), (torch.float16, 5e-4)])
 def test_queries_and_outputs_of_16_bits(dtype: torch.dtype, bound: float) -> None:
     assert Batch(codec_of("tq4", 512, 64, 16), MIXED, 16, 64).check(dtype=dtype)[0] < bound
+
+
+needs_amx = pytest.mark.skipif(
+    not is_usable(target_of("amx")), reason="this processor has no AMX, or Linux does not permit it"
+)
+
+
+@needs_amx
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, BOUND), (torch.bfloat16, 3e-3)])
+@pytest.mark.parametrize(("name", "rank", "heads"), [("tq4", 512, 128), ("tq3", 96, 15), ("turboquant25", 512, 17)])
+def test_amx_with_columns_that_fill_tiles_or_not(
+    name: str, rank: int, heads: int, dtype: torch.dtype, bound: float
+) -> None:
+    codec = codec_of(name, rank, 64, 16)
+    error, lse = Batch(codec, ((300, 2), (129, 1), (7, 3)), heads, window=32).check(target_of("amx"), dtype)
+    assert error < bound and lse < 2e-3, (error, lse)
+
+
+@needs_amx
+def test_amx_leaves_the_tiles_of_other_kernels_alone() -> None:
+    """Products in bf16 of PyTorch's, which are of tiles, have the same bits before and after; and so has a repeated
+    call."""
+    codec, numbers = codec_of("tq4", 512, 64, 16), torch.Generator().manual_seed(4)
+    batch = Batch(codec, ((150, 1),), 16)
+    parts = batch.query.bfloat16().split([codec.rank, codec.rope_dim], dim=-1)
+    kernel, outputs = CpuLatentDecode(codec, SCALE, target=target_of("amx")), []
+    left, right = torch.randn(2, 200, 200, generator=numbers).bfloat16()
+    products = [left @ right]
+    for _ in range(3):
+        outputs.append(torch.empty(1, 16, 512))
+        kernel(batch.cache, batch.table, batch.starts, batch.seq_lens, *parts, outputs[-1])
+        products.append(left @ right)
+    assert all(torch.equal(product, products[0]) for product in products)
+    assert all(torch.equal(output, outputs[0]) for output in outputs)
 
 
 def test_a_window_longer_than_a_tile_of_the_ring() -> None:
