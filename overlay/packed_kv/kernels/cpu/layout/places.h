@@ -54,7 +54,14 @@ constexpr int rope_at(int channel, int n) {
 constexpr int rope_scale_at(int group, int n) { return ROPE_SCALES_AT + scale_at(0, group, n, ROPE_DIM / GROUP_SIZE); }
 
 // --- the ring: byte i of a group is of this channel ---
-constexpr int ring_channel(int role, int i) {
-  if (role == 0) return (i >> 2 & 1) * 16 + (i >> 1 & 1) * 8 + (i >> 3) * 2 + (i & 1);
-  return (i >> 1 & 1) * 16 + (i & 1) * 8 + (i >> 2);
-}
+struct RingOrder {
+  unsigned char channel[2][GROUP_SIZE];
+  constexpr RingOrder() : channel{} {
+    for (int i = 0; i < GROUP_SIZE; i++) {
+      channel[0][i] = (i >> 2 & 1) * 16 + (i >> 1 & 1) * 8 + (i >> 3) * 2 + (i & 1);
+      channel[1][i] = (i >> 1 & 1) * 16 + (i & 1) * 8 + (i >> 2);
+    }
+  }
+};
+constexpr RingOrder RING_ORDER;
+constexpr int ring_channel(int role, int i) { return RING_ORDER.channel[role][i]; }
