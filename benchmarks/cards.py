@@ -185,8 +185,8 @@ def planned(shape: str, card: Card) -> Mapping[str, PlanRow]:
     """Return the plan of a row, by dtype."""
     words = command(shape, card).split()[2:]
     words[0] = str(SHAPES / shape)
-    target, _ = plan.target_of(plan.parser().parse_args(words))
-    return {row.dtype: row for row in estimate(target)}
+    demand, _ = plan.demand_of(plan.parser().parse_args(words))
+    return {row.dtype: row for row in estimate(demand)}
 
 
 def fits(shape: str) -> Callable[[str], str]:

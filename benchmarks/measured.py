@@ -369,7 +369,8 @@ OTHERS: Mapping[str, Mapping[str, Callable[[str], str]]] = {"docs/cards.md": car
 
 
 APART = {
-    "cpu": "a CPU", "cpu-intel": "a CPU", "steps-older": "wants FlashAttention 2, which the release's environment lacked",
+    "cpu": "a CPU", "cpu-intel": "a CPU",
+    "steps-older": "wants FlashAttention 2, which the release's environment lacked",
     "prefixes": "minutes of a server per dtype", "contexts": "needs host memory and a disk", "peers": "several GPUs",
 }  # fmt: skip
 """Table of docs/speed.md or docs/server.md -> why its rows are not the release's."""

@@ -110,8 +110,8 @@ def test_a_row_is_what_its_command_says(
 def test_the_shape_of_27b_holds_what_was_found_of_its_model() -> None:
     """On a 4090, beside 15 GiB of weights, at 262,144 tokens."""
     words = ["--gpu", "4090", "--weights", "15GiB", "--context", "262144"]
-    target, _ = plan.target_of(plan.parser().parse_args([str(cards.SHAPES / "qwen3.8-27b"), *words]))
-    rows = {one.dtype: one.requests for one in plan.estimate(target)}
+    demand, _ = plan.demand_of(plan.parser().parse_args([str(cards.SHAPES / "qwen3.8-27b"), *words]))
+    rows = {one.dtype: one.requests for one in plan.estimate(demand)}
     assert [rows[name] for name in ("bf16", "fp8", "tq4", "turboquant35")] == [0, 0, 0, 1]
 
 
