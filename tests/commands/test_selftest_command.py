@@ -37,17 +37,20 @@ def row(name: str, decode_kernel: str = "auto", **changed: Any) -> dict[str, Any
 WRONG = row("tq4", is_right=False, wrong=["decode, 8/2 heads of 128: 5.0e-02 relative error, 2.0e-03 allowed"])
 
 
+START = subprocess.Popen
+
+
 @pytest.fixture
 def process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[dict[str, Any]]]:
     """Lets each process that loads vLLM be a script of the shell; the list has what each was asked."""
     asked: list[dict[str, Any]] = []
 
     def give(*scripts: str) -> list[dict[str, Any]]:
-        start, waiting = subprocess.Popen, list(scripts)
+        waiting = list(scripts)
 
         def popen(command: list[str], **options: Any) -> subprocess.Popen:
             asked.append(json.loads(command[-1]))
-            return start(["bash", "-c", waiting.pop(0)], **options)
+            return START(["bash", "-c", waiting.pop(0)], **options)
 
         monkeypatch.setattr(selftest.subprocess, "Popen", popen)
         versions = {"vllm": "vllm 0.33.0", "triton": "triton 3.6.0", "packed_kv": "packed-kv 0.1.0", "commit": "abc"}

@@ -25,7 +25,7 @@ from ..kernels.cpu.jobs import Largest
 from ..kernels.cpu.layer import PAGES
 from ..kernels.precompile import Precompiler, wait_for
 from ..kernels.served import CPP, Engine, Latents, Pairs, cpp_lacks, longest_of, who_serves
-from ..layout import PageLayout
+from ..layout import PageLayout, latent_layout, page_layout
 from ..reference.attention import AttentionOptions
 from .cpu_prefill import CpuPrefill
 from .cpu_prefill import refusal as prefill_refusal
@@ -111,10 +111,14 @@ def find_kernels(
         return in_pytorch
 
 
-def compile_ahead(asked: Pairs | Latents, page: PageLayout, *, attends: bool) -> None:
-    """Begin to compile what layers with these pages need, in other threads, while vLLM loads the model."""
+def compile_ahead(asked: Pairs | Latents, *, attends: bool) -> None:
+    """Begin to compile what such layers need, in other threads, while vLLM loads the model."""
     if asked.fmt is None or cpp_lacks(asked):
         return
+    if isinstance(asked, Pairs):
+        page = page_layout(asked.fmt, asked.head_dim)
+    else:
+        page = latent_layout(asked.fmt, asked.rank, asked.rope_dim)
     with Precompiler() as ahead:
         for name, load in _libraries(page, asked.fmt.rotation, attends=attends).items():
             ahead.note(name, load)

@@ -17,7 +17,6 @@ from ..channel_calibration import LayerCalibration
 from ..codecs.pages import PagedCodec
 from ..formats import FORMATS
 from ..kernels.served import Pairs
-from ..layout import page_layout
 from ..reference.attention import AttentionOptions
 from ..reference.context_shard import UNSHARDED
 from ..refusals.facts import Attention, Cache, Drafts, Facts, Layer, Pages, Parallel
@@ -109,8 +108,7 @@ class PackedAttentionImpl(AttentionImpl[PackedMetadata]):
         if self.device.type == "cpu":
             from . import cpu
 
-            page = page_layout(FORMATS[kv_cache_dtype], head_size)
-            cpu.compile_ahead(self.asked(), page, attends=self.dtype != torch.float32)
+            cpu.compile_ahead(self.asked(), attends=self.dtype != torch.float32)
         self.calibration = find_calibration(config, FORMATS[kv_cache_dtype])
         self.attention: PairAttention | ContextParallelAttention | None = None
         """Attention of the layer's steps; None before `build`."""

@@ -25,7 +25,6 @@ from ..codecs.ring import Ring
 from ..formats import Format
 from ..kernels.precompile import Precompiler
 from ..kernels.served import CPP, PYTORCH, Latents, Pairs
-from ..layout import latent_layout, page_layout
 from ..reference.attention import AttentionOptions
 from ..window.layer import SUFFIX, WindowLayer
 from ..window.metadata import WindowMetadata, slot_filler
@@ -46,8 +45,8 @@ def prepare(device: torch.device, formats: Iterable[Format]) -> None:
     current_platform.import_kernels()
     for fmt in formats:
         for head_dim in HEAD_DIMS:
-            cpu.compile_ahead(Pairs(fmt, head_dim, group=1), page_layout(fmt, head_dim), attends=True)
-        cpu.compile_ahead(Latents(fmt, RANK, ROPE_DIM, heads=1), latent_layout(fmt, RANK, ROPE_DIM), attends=True)
+            cpu.compile_ahead(Pairs(fmt, head_dim, group=1), attends=True)
+        cpu.compile_ahead(Latents(fmt, RANK, ROPE_DIM, heads=1), attends=True)
 
 
 class PairLayer:
