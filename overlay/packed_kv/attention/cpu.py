@@ -111,14 +111,14 @@ def find_kernels(
         return in_pytorch
 
 
-def compile_ahead(asked: Pairs | Latents, *, attends: bool) -> None:
-    """Begin to compile what such layers need, in other threads, while vLLM loads the model."""
+def compile_ahead(asked: Pairs | Latents, *, attends: bool, rope_bits: int = 16) -> None:
+    """Begin to compile what such layers need, in other threads, while vLLM loads the model; `rope_bits`: of latents."""
     if asked.fmt is None or cpp_lacks(asked):
         return
     if isinstance(asked, Pairs):
         page = page_layout(asked.fmt, asked.head_dim)
     else:
-        page = latent_layout(asked.fmt, asked.rank, asked.rope_dim)
+        page = latent_layout(asked.fmt, asked.rank, asked.rope_dim, rope_bits)
     with Precompiler() as ahead:
         for name, load in _libraries(page, asked.fmt.rotation, attends=attends).items():
             ahead.note(name, load)

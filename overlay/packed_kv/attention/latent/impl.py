@@ -21,7 +21,6 @@ from vllm.model_executor.layers.attention.mla_attention import MLACommonImpl, re
 from ...codecs.latent import LatentCodec
 from ...formats import FORMATS
 from ...kernels import served
-from ...layout import latent_layout
 from ...refusals.facts import Facts, Latents, Parallel
 from ...refusals.table import refuse
 from ...settings.options import read_options
@@ -55,8 +54,8 @@ class LatentAttentionImpl(PackedLatents, MLACommonImpl[LatentMetadata]):
 
             fmt, bits = FORMATS[self.kv_cache_dtype], read_options(self.config.additional_config).latent_rope_bits
             asked = served.Latents(fmt, self.kv_lora_rank, self.qk_rope_head_dim, heads=1)
-            page = latent_layout(fmt, self.kv_lora_rank, self.qk_rope_head_dim, bits)
-            compile_ahead(asked, page, attends=self.config.model_config.dtype != torch.float32)
+            attends = self.config.model_config.dtype != torch.float32
+            compile_ahead(asked, attends=attends, rope_bits=bits)
         self.window_tokens = window_tokens_of_model(self.config)
         self.ranks: Ranks | None = None
         """Ranks that split the layer's tokens, if any do."""
