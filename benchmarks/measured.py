@@ -364,7 +364,7 @@ SPECS: Mapping[str, Sequence[Spec]] = {
     ),
 }  # fmt: skip
 """Page -> its tables."""
-OTHERS: Mapping[str, Mapping[str, Callable[[str], str]]] = {"docs/cards.md": cards.TABLES}
+GENERATED: Mapping[str, Mapping[str, Callable[[str], str]]] = {"docs/cards.md": cards.TABLES}
 """Page -> marker -> what makes a table that is not one of rows alone."""
 
 
@@ -423,11 +423,11 @@ def runs() -> str:
 def made() -> dict[Path, str]:
     """Each file with what it should have. Raises ValueError if a page's markers and its tables are not the same."""
     pages = {RESULTS / "runs.md": runs(), plan_figures.FILE: plan_figures.content()}
-    for name in {**SPECS, **OTHERS}:
+    for name in {**SPECS, **GENERATED}:
         text, specs = (REPO / name).read_text(), SPECS.get(name, ())
         up = "../" * name.count("/")
         blocks = {spec.name: spec.block(up) for spec in specs}
-        blocks |= {marker: make(up) for marker, make in OTHERS.get(name, {}).items()}
+        blocks |= {marker: make(up) for marker, make in GENERATED.get(name, {}).items()}
         if f"<!-- measured: {OLDER} -->" in text:
             blocks[OLDER] = older(specs, up)
         markers = [match[2] for match in MARKED.finditer(text)]

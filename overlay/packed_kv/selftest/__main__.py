@@ -63,12 +63,12 @@ def run(
             compilers.run(device)
         rows = [(name, kernel) for name in dtypes for kernel in kernels(device) if (name, kernel) not in {*done}]
         launches.prepare(device, [FORMATS[name] for name in dtypes])
-        if not done:
-            say({"timed": describe_timed(device)})
         made = []
         for name, kernel in rows:
             say({"begin": [name, kernel]})
             made.append(Row(name, kernel, device))
+        if not done:
+            say({"timed": describe_timed(device)})
         while made:
             row = made.pop(0)
             say({"begin": [row.name, row.kernel]})

@@ -7,9 +7,10 @@ import torch
 from launchers import rotate_query, run, store_tokens
 from packed_kv import FORMATS
 from packed_kv.codecs.pages import PagedCodec
-from packed_kv.kernels.triton import store
+from packed_kv.kernels.triton import store_section
 from packed_kv.kernels.triton.means import Means
 from packed_kv.kernels.triton.rotate import QueryRotation, RotateQueryLaunch, rotation_matrix
+from packed_kv.kernels.triton.store import StoreLaunch
 from packed_kv.kernels.units import LOG2_E
 from packed_kv.layout import MEAN_BLOCK
 from page_codecs import page_codec
@@ -28,7 +29,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarn
 def large_programs(monkeypatch):
     """The interpreter pays for operations, not for lanes."""
     if DEVICE == "cpu":
-        monkeypatch.setattr(store, "ROWS", 4096)
+        monkeypatch.setattr(store_section, "ROWS", 4096)
 
 
 def vectors(tokens: int, head_dim: int, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> torch.Tensor:
@@ -130,7 +131,7 @@ def test_bytes_of_values_of_fewer_channels(name, value_dim, calibrated):
 
 @every_dtype
 def test_bytes_with_the_rows_of_a_launch(name, monkeypatch):
-    monkeypatch.setattr(store, "ROWS", 8)
+    monkeypatch.setattr(store_section, "ROWS", 8)
     codec = PagedCodec(FORMATS[name], 96)
     check(codec, poisoned(codec, 1, 16), shuffled(7, 1, 16), *vectors(7, 96))
 
@@ -274,7 +275,7 @@ def test_a_launch_owns_no_memory():
     """CUDA graphs keep its addresses when another launch has taken its place, so all are of tensors that others own."""
     codec = page_codec(FORMATS["tq4"], 64, device=DEVICE, **transforms(64))
     cache, key = poisoned(codec, 2, 16).to(DEVICE), vectors(20, 64)[0].to(DEVICE)
-    first, second = (store.StoreLaunch(codec, cache, key, key) for _ in range(2))
+    first, second = (StoreLaunch(codec, cache, key, key) for _ in range(2))
     assert first.fixed.raw == second.fixed.raw
 
 
@@ -346,9 +347,9 @@ def test_queries_are_rotated_in_the_same_launch(head_dim, means, tokens):
     key, value = map(to_device, vectors(40, head_dim)[:, :tokens].contiguous())
     pages, alone = (to_device(poisoned(codec, 3, 16)) for _ in range(2))
     store_tokens(codec, alone, slots, key, value, positions)
-    launch = store.StoreLaunch(codec, pages, key, value, None, (query, rotation))
+    launch = StoreLaunch(codec, pages, key, value, None, (query, rotation))
     rotate = RotateQueryLaunch.step(rotated, rotation, positions, bias)
-    run(launch, store.StoreLaunch.step(codec, HEADS, slots, positions, None, rotate), key, value, query)
+    run(launch, StoreLaunch.step(codec, HEADS, slots, positions, None, rotate), key, value, query)
     assert torch.equal(pages, alone)
     assert torch.equal(rotated, expected) if DEVICE == "cpu" else torch.allclose(rotated, expected, atol=2e-3)
     assert bias is None or torch.allclose(bias, expected_bias, rtol=1e-5, atol=1e-5)
