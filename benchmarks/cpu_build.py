@@ -50,7 +50,7 @@ def load(dtype: str, head_dim: int) -> float:
 
     fmt, page = FORMATS[dtype], page_layout(FORMATS[dtype], head_dim)
     started = time.perf_counter()
-    cpu.compile_ahead(Pairs(fmt, head_dim, group=1), page, attends=True)
+    cpu.compile_ahead(Pairs(fmt, head_dim, group=1), attends=True)
     cpu.wait_for_libraries(page, fmt.rotation, attends=True)
     return time.perf_counter() - started
 

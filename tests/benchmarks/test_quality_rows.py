@@ -40,7 +40,7 @@ def write(path: Path, kl: dict[str, float]) -> None:
 def row(dtype: str, mean: float) -> dict[str, Any]:
     """Two texts, of which the second is three times as hard; two tasks, of which the baseline solves the first."""
     continuations = [
-        {"text": text, "prompt": 1000, "kl_mean": times * mean, "kl_error": times * mean / 4,
+        {"text": text, "prompt": 1000, "kl_mean": times * mean, "kl_error": times * mean / 4, "kl_p999": 9 * mean,
          "kl_windows": [times * mean * 0.5, times * mean * 1.5]}
         for text, times in (("a", 1), ("b", 3))
     ]  # fmt: skip
