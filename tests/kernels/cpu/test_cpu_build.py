@@ -109,6 +109,13 @@ def test_a_folder_that_cannot_be_made_costs_time_alone(cache: Path, tmp_path: Pa
     assert answer(3) == 3
 
 
+def test_the_files_of_a_program_have_one_order() -> None:
+    """A library's name has them: in the order of a set, each process compiled its own."""
+    for program in (PAIRS, LATENTS, PAGES):
+        files = list(build.read_sources(program))
+        assert files == sorted(files) and {program.main, "layout/rotation.h"} <= {*files}
+
+
 def _answer_in_a_process(barrier, results) -> None:
     build.read_sources = lambda program: {program.main: SOURCE}
     barrier.wait(60)
