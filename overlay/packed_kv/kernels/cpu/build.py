@@ -131,8 +131,10 @@ def processor_key() -> tuple[str, tuple[str, ...]]:
 
 
 def read_sources(program: Program) -> dict[str, str]:
-    """Return the text of a program's file, and of all that it includes, by path in this folder; in the order of paths, as
-    it is part of a library's name, and every process must come to the same one."""
+    """Return the text of a program's file, and of all that it includes, by path in this folder.
+
+    In the order of paths: a library's name has it, so every process must come to the same one.
+    """
     folder, sources, found = resources.files(__package__), {}, [program.main]
     while found:
         path = found.pop()
