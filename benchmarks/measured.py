@@ -182,7 +182,7 @@ SERVED = {"output tokens/s": ratio("output_tokens_s", tables.rounded), "TTFT, ms
 HITS = {"hit rate": text("hit_rate"), "TTFT p50, s": text("p50_ttft_ms", ".2f", 1e-3),
         "TPOT p50, ms": text("p50_tpot_ms", ".2f"), "output tokens/s": text("output_tokens_s", ".0f")}  # fmt: skip
 WAVE = {"requests that fit": ratio("fit"), "output tokens/s while all decode": ratio("decode_tokens_s"),
-        "of the whole wave": ratio("output_tokens_s"), "TTFT p50, s": text("p50_ttft_ms", ".1f", 1e-3),
+        "prompts included": ratio("output_tokens_s"), "TTFT p50, s": text("p50_ttft_ms", ".1f", 1e-3),
         "TTFT p99, s": text("p99_ttft_ms", ".1f", 1e-3)}  # fmt: skip
 OPTIONS = {"dtype": "dtype", "options": "options"}
 MIXED = {"requests": "requests", "context": "context", "dtype": "ms, tokens of the prompt:"}
