@@ -22,7 +22,7 @@ def test_one_line_names_the_kernel_and_why(
     option: str, head_dim: int, query_len: int, line: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lines: list[str] = []
-    monkeypatch.setattr("packed_kv.kernels.cuda.missing", lambda: None)
+    monkeypatch.setattr("packed_kv.kernels.cuda.missing", lambda *_: None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: (9, 0))
     monkeypatch.setattr(choice.logger, "info_once", lambda text, found, **_: lines.append(text % found), raising=False)
     limits, layer = Limits(query_len, 8), Pairs(None, head_dim, 4)

@@ -106,7 +106,7 @@ def test_on_hopper_the_kernel_decides(
     kernel: str, head_size: int, decode: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """128 columns: only the CUDA kernel takes them, and not of heads of 256 channels."""
-    monkeypatch.setattr("packed_kv.kernels.cuda.missing", lambda: None)
+    monkeypatch.setattr("packed_kv.kernels.cuda.missing", lambda *_: None)
     monkeypatch.setattr(limits.current_platform, "get_device_capability", lambda: (9, 0))
     assert metrics.routes(config("b", heads=128, drafts=7, kernel=kernel, head_size=head_size)) == ("prefill", decode)
 

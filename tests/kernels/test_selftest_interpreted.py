@@ -102,7 +102,7 @@ def test_prefixes_in_passes(factor: float, wrong: set[str], noted: list[Any], mo
     card = SimpleNamespace(multi_processor_count=2, major=9, minor=0)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _device: card)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: (9, 0))
-    monkeypatch.setattr("packed_kv.kernels.cuda.missing", lambda: None)
+    monkeypatch.setattr("packed_kv.kernels.cuda.missing", lambda *_: None)
     monkeypatch.setattr(cuda_launch, "CudaDecode", emulated.CudaDecode)
     monkeypatch.setattr(checks, "REPEATS", {"CUDA": 1})
     monkeypatch.setattr(checks, "STEPS", (("prompt", {0: 5, 1: 37}), ("passes", {0: 1, 1: 5})))

@@ -12,7 +12,7 @@ import torch
 from checkout import DEMO_MODEL
 from packed_kv.attention import choice, impl, limits
 from packed_kv.attention import cpu as pairs_on_cpu
-from packed_kv.attention.decode import HopperPairs, TritonPairs
+from packed_kv.attention.decode import CudaPairs, TritonPairs
 from packed_kv.attention.factory import latent_kernels, pair_kernels
 from packed_kv.attention.impl import PackedAttentionImpl
 from packed_kv.attention.latent import cpu as latents_on_cpu
@@ -44,7 +44,7 @@ HOPPER = Engine("cuda", (9, 0))
 OTHER_CODES = Format("other", rotation="hadamard", bits=4, outlier_bits=5)
 OTHER_ROTATION = Format("other", rotation="spun", bits=4)
 KERNELS = {
-    HopperPairs: CUDA, TritonPairs: TRITON, pairs_on_cpu.CpuPairs: CPP, type(None): PYTORCH,
+    CudaPairs: CUDA, TritonPairs: TRITON, pairs_on_cpu.CpuPairs: CPP, type(None): PYTORCH,
     HopperLatents: CUDA, TritonLatents: TRITON, latents_on_cpu.CpuLatents: CPP, ReferenceLatents: PYTORCH,
 }  # fmt: skip
 
@@ -85,7 +85,7 @@ def lines(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     monkeypatch.setattr(choice.logger, "info_once", note, raising=False)
     monkeypatch.setattr(pairs_on_cpu.logger, "warning_once", note, raising=False)
-    monkeypatch.setattr("packed_kv.kernels.cuda.missing", lambda: None)
+    monkeypatch.setattr("packed_kv.kernels.cuda.missing", lambda *_: None)
     monkeypatch.setattr(impl, "find_calibration", lambda *_arguments: None)
     monkeypatch.setattr(impl, "window_tokens_of_model", lambda _config: 0)
     for module, names in (
@@ -254,7 +254,7 @@ def test_longest() -> None:
 
 def test_a_compiler_is_looked_for_on_this_machine_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler")
-    monkeypatch.setattr("packed_kv.kernels.cuda.missing", lambda: "a machine without NVRTC")
+    monkeypatch.setattr("packed_kv.kernels.cuda.missing", lambda *_: "a machine without NVRTC")
     assert who_serves(Engine("cpu"), PAIRS).reason.startswith("CXX=no-such-compiler: there is no such program")
     assert who_serves(HOPPER, PAIRS).reason == "the CUDA kernel does not support a machine without NVRTC"
     assert [who_serves(on._replace(is_here=False), PAIRS).kernel for on in (Engine("cpu"), HOPPER)] == [CPP, CUDA]
