@@ -96,7 +96,7 @@ class Code:
         """The instructions that may follow each."""
         joins: dict[str, set[int]] = {}
         for instruction in self.instructions:
-            if instruction.operation == "BSSY":
+            if instruction.operation.startswith("BSSY"):
                 register, label = re.findall(r"(B\d+), `\((\.L_\w+)\)", instruction.text)[0]
                 joins.setdefault(register, set()).add(self.labels[label])
         return [self._after(i, x, joins) for i, x in enumerate(self.instructions)]
