@@ -38,7 +38,7 @@ class Frame(NamedTuple):
 
 
 class Instruction(NamedTuple):
-    """An instruction of sm_90, with what its control word says.
+    """An instruction of sm_90 or Blackwell's, with what its control word says.
 
     text: as nvdisasm prints it, with its predicate. sets: the scoreboard that it holds until its result is there (7:
     none). waits: a bit for each scoreboard that must be free before it is issued. place: the lines that it comes from,

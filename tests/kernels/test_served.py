@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -24,6 +25,7 @@ from packed_kv.codecs.latent import LatentCodec
 from packed_kv.codecs.pages import PagedCodec
 from packed_kv.formats import FORMATS, Format
 from packed_kv.gpu_generations import GENERATIONS
+from packed_kv.kernels import cuda
 from packed_kv.kernels.served import (
     CPP,
     CUDA,
@@ -36,6 +38,7 @@ from packed_kv.kernels.served import (
     longest_of,
     who_serves,
 )
+from packed_kv.refusals.table import Refused
 from vllm.config import set_current_vllm_config
 from vllm.engine.arg_utils import EngineArgs
 
@@ -58,9 +61,11 @@ def random_question(numbers: random.Random) -> tuple[Engine, Pairs | Latents]:
     capabilities = [(9, 0)] * 12 + [generation.capability for generation in GENERATIONS]
     platform = numbers.choice(("cuda", "cuda", "cpu"))
     engine = Engine(
-        platform, None if platform == "cpu" else numbers.choice(capabilities), usually("auto", "triton"),
+        platform, None if platform == "cpu" else numbers.choice(capabilities), usually("auto", "triton", "cuda"),
         usually(False, True), usually(1, 4, 8, 21, 64), usually(8, 5461, 6000, 20000),
     )  # fmt: skip
+    if engine.is_fp32 and engine.option == "cuda":  # refused before there are layers
+        engine = engine._replace(option="auto")
     fmt = FORMATS[numbers.choice([*FORMATS])]
     if numbers.random() < 0.4:
         return engine, Latents(fmt, usually(512, 256), usually(64, 32, 160), usually(16, 5, 64))
@@ -160,6 +165,10 @@ def test_layers_take_what_is_answered(
         engine, layer = random_question(numbers)
         served = who_serves(engine, layer)
         lines.clear()
+        if engine.platform == "cuda" and engine.option == "cuda" and served.reason:
+            with pytest.raises(Refused, match=re.escape(f": cuda, and {served.reason}; leave decode_kernel out")):
+                take_kernel(config, engine, layer, monkeypatch)
+            continue
         kernel, longest, asked = take_kernel(config, engine, layer, monkeypatch)
         assert KERNELS[kernel] == served.kernel, (engine, layer, served)
         assert asked in (layer, None)
@@ -188,8 +197,19 @@ PAIRS, LATENTS = Pairs(FORMATS["tq4"], 128, 4), Latents(FORMATS["tq4"], 512, 64,
     ("layer", "engine", "said"),
     [
         (PAIRS, {}, ""),
-        (PAIRS, {"capability": (8, 9)}, "compute capability 8.9 (only 9.0)"),
-        (PAIRS, {"capability": (10, 0)}, "compute capability 10.0 (only 9.0)"),
+        (PAIRS, {"capability": (8, 9)}, "compute capability 8.9 (only 9.0, 10.0 and 12.0)"),
+        (PAIRS, {"capability": (11, 0)}, "compute capability 11.0 (only 9.0, 10.0 and 12.0)"),
+        (PAIRS, {"capability": (10, 0), "option": "cuda", "longest_decode": 8}, ""),
+        (
+            PAIRS,
+            {"capability": (12, 1), "option": "cuda", "longest_decode": 9},
+            "4 query heads per KV head times 9 query tokens (at most 8 tokens)",
+        ),
+        (
+            PAIRS._replace(group=33),
+            {"capability": (12, 1), "option": "cuda"},
+            "33 query heads per KV head times 1 query tokens (at most 0 tokens)",
+        ),
         (PAIRS, {"capability": None}, "a GPU of unknown compute capability"),
         (PAIRS._replace(head_dim=96), {}, "head size 96 (only 64 and 128)"),
         (PAIRS._replace(head_dim=128, value_dim=64), {}, "value heads of 64 channels beside key heads of 128"),
@@ -217,7 +237,8 @@ PAIRS, LATENTS = Pairs(FORMATS["tq4"], 128, 4), Latents(FORMATS["tq4"], 512, 64,
             "5462 requests at once (at most 5461)",
         ),
         (LATENTS, {}, ""),
-        (LATENTS, {"capability": (8, 9)}, "compute capability 8.9 (only 9.0)"),
+        (LATENTS, {"capability": (8, 9)}, "compute capability 8.9 (only 9.0, 10.0 and 12.0)"),
+        (LATENTS, {"capability": (10, 0)}, "latents on compute capability 10.0 (only 9.0, for its wgmma)"),
         (LATENTS._replace(rank=256), {}, "latents of 256 channels with 64 of RoPE (only 512 with 64)"),
         (LATENTS._replace(rope_dim=32), {}, "latents of 512 channels with 32 of RoPE (only 512 with 64)"),
         (LATENTS._replace(heads=64), {"longest_decode": 3}, "64 query heads times 3 query tokens (at most 128)"),
@@ -244,6 +265,25 @@ def test_sentences_of_the_cuda_kernel(layer: Pairs | Latents, engine: dict[str, 
 def test_sentences_of_the_cpu(layer: Pairs | Latents, ranks: int, said: str) -> None:
     engine = Engine("cpu", ranks=ranks, is_here=False)
     assert who_serves(engine, layer) == Served(PYTORCH, 1 << 30, f"the kernels do not serve {said}")
+
+
+def test_auto_takes_what_was_seen() -> None:
+    unseen = HOPPER._replace(capability=(12, 0), is_here=False)
+    assert who_serves(unseen, PAIRS) == Served(
+        TRITON, 16, "the CUDA kernel compiles for compute capability 12.0, but has not been seen to run there: "
+        "decode_kernel=cuda takes it, packed-kv selftest compares and times it",
+    )  # fmt: skip
+    assert who_serves(unseen._replace(option="cuda"), PAIRS) == Served(CUDA, 8)
+    assert who_serves(unseen._replace(option="triton"), PAIRS).reason.endswith("disabled by decode_kernel=triton")
+
+
+def test_a_compiler_that_does_not_know_the_card(monkeypatch: pytest.MonkeyPatch) -> None:
+    nvrtc = pytest.importorskip("packed_kv.kernels.cuda.nvrtc")
+    monkeypatch.setattr(nvrtc, "known_architectures", lambda: [90, 100])
+    monkeypatch.setattr(nvrtc, "compiler_version", lambda: (12, 8))
+    assert [cuda.missing.__wrapped__(capability) for capability in ((9, 0), (10, 0))] == [None, None]
+    said = "compute capability 10.3 with NVRTC 12.8, which does not know it"
+    assert cuda.missing.__wrapped__((10, 3)) == said
 
 
 def test_longest() -> None:
