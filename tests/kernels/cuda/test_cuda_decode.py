@@ -239,7 +239,7 @@ def test_grids_of_blackwell(capability: tuple[int, int], warps: list[int]) -> No
     assert [inputs.warps_per_sm(columns) for columns in COLUMN_COUNTS[:4]] == warps
     for columns, most in zip(COLUMN_COUNTS, warps, strict=False):
         few, many = block_kinds(inputs, columns)
-        assert many.warps <= few.warps <= most and most % few.warps == most % many.warps == 0
+        assert 4 <= many.warps <= few.warps <= most and most % few.warps == most % many.warps == 0
         assert grid(1, inputs._replace(kv_heads=1), columns) == Grid(1, 128, False)
 
 

@@ -88,8 +88,9 @@ def block_kinds(inputs: GridInputs, columns: int) -> tuple[BlockKind, BlockKind]
     There, smaller blocks leave less of the card idle (an H200 at 128 x 2048 and 4 columns: 81 us instead of 88).
     """
     most = inputs.warps_per_sm(columns)
-    few, many = most // 2, 2 if columns == 16 else 4
-    if columns >= NARROW:  # of 32 columns 4, also where an SM of 12.x holds no more: of 2, a warp spills 240 bytes
+    # On Blackwell, warps of blocks of 2 spill up to 240 bytes, and fewer of them fit an SM of 12.x.
+    few, many = most // 2, 2 if columns == 16 and inputs.generation.is_seen else 4
+    if columns >= NARROW:
         few = many = 4 if columns == NARROW else inputs.head_dim // GROUP_SIZE
     return BlockKind(few, most, stream_k=True), BlockKind(many, most, stream_k=False)
 
