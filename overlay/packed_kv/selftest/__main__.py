@@ -97,8 +97,8 @@ class Row:
     def __init__(self, name: str, kernel: str, device: torch.device) -> None:
         self.name, self.kernel, self.device, self.fmt = name, kernel, device, FORMATS[name]
         self.pairs = pair_layers(self.fmt, device, kernel)
+        # "cuda" is a row where "auto" takes Triton's kernels (`kernels`): there, latents have no other
         self.latents = [] if kernel == "cuda" else latent_layers(self.fmt, device, kernel)
-        """With "cuda", which is a row where "auto" takes Triton's kernels (`kernels`), latents have no other."""
         self.timed = TimedBatch(self.fmt, device, kernel)
         self.timed.compile_ahead()
 
