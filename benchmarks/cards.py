@@ -102,11 +102,13 @@ def generations(up: str) -> str:
     of_reports = reports()
     for generation in GENERATIONS:
         cards = [card for card in CARDS.values() if card.capability and generation_of(card.capability) == generation]
-        served = who_serves(Engine("cuda", generation.capability, is_here=False), Pairs(None, 128, 4)).kernel
+        options = {option: Engine("cuda", generation.capability, option, is_here=False) for option in ("auto", "cuda")}
+        kernels = {option: who_serves(engine, Pairs(None, 128, 4)).kernel for option, engine in options.items()}
         table.lines.append([
             capability_text(generation.capability),
             ", ".join(card.name + of_other(card, generation) for card in cards),
-            f"{generation.resident_warps(128)}, {generation.shared_bytes // KIB}", served,
+            f"{generation.resident_warps(128)}, {generation.shared_bytes // KIB}",
+            kernels["auto"] + ("; CUDA by request" if kernels["cuda"] != kernels["auto"] else ""),
             state(generation, cards, of_reports, up),
         ])  # fmt: skip
     return table.markdown()
@@ -129,7 +131,8 @@ def state(generation: Generation, cards: Iterable[Card], of_reports: Mapping[str
         return f"**seen** on {'; '.join(lines)}"
     major, minor = generation.capability
     if 10 * major + minor in COMPILED:
-        return "compiles; speed **expected by arithmetic**"
+        unseen = f"; the CUDA kernel: compiles up to {generation.cuda_columns} columns, **not seen**"
+        return f"compiles; speed **expected by arithmetic**{unseen if generation.cuda_columns else ''}"
     return "not compiled by a test, and not run"
 
 

@@ -29,6 +29,13 @@ def test_blocks_that_an_sm_holds(
     assert generation_of(capability).resident_blocks(registers, shared_bytes, warps) == blocks
 
 
+def test_cuda_kernels_of_generations() -> None:
+    """Columns that are compiled, whether latents are, and whether "auto" takes them."""
+    found = {x.capability: (x.cuda_columns, x.has_wgmma, x.is_seen) for x in GENERATIONS if x.cuda_columns}
+    assert found == {(9, 0): (64, True, True), (10, 0): (32, False, False), (12, 0): (32, False, False)}
+    assert all(x.cuda_columns for x in GENERATIONS if x.has_wgmma or x.is_seen)
+
+
 def test_the_largest_block_fits_an_sm() -> None:
     for generation in GENERATIONS:
         assert generation.block_shared_bytes + RESERVED == generation.shared_bytes

@@ -1,4 +1,4 @@
-"""Generations of NVIDIA's GPUs: the resources of an SM, and the instructions that kernels need. No torch.
+"""Generations of NVIDIA's GPUs: the resources of an SM, and which CUDA kernels compile for them. No torch.
 
 Numbers are from the tables of compute capabilities of the CUDA programming guide.
 """
@@ -23,7 +23,9 @@ class Generation:
     """GPUs of a compute capability, and of later ones up to the next generation's.
 
     `warps`, `blocks`: the most that an SM holds. `shared_bytes`: of an SM; `block_shared_bytes`: the most of a thread
-    block. `has_bulk_copies`: `cp.async.bulk`. `has_wgmma`: products of a warpgroup, which Blackwell no longer has.
+    block. `cuda_columns`: the most columns for which the CUDA decode kernel is compiled (0: not at all). `has_wgmma`:
+    products of a warpgroup, which CUDA kernels of latents need, and warps that only unpack; Blackwell no longer has
+    them. `is_seen`: whether such a GPU has run the CUDA kernels.
     """
 
     capability: tuple[int, int]
@@ -31,8 +33,9 @@ class Generation:
     blocks: int
     shared_bytes: int
     block_shared_bytes: int
-    has_bulk_copies: bool = False
+    cuda_columns: int = 0
     has_wgmma: bool = False
+    is_seen: bool = False
 
     def resident_warps(self, registers: int) -> int:
         """Return how many warps of so many registers a lane fit the registers of an SM, and its table of warps."""
@@ -53,10 +56,10 @@ GENERATIONS = (
     Generation((8, 6), warps=48, blocks=16, shared_bytes=100 * KIB, block_shared_bytes=99 * KIB),
     Generation((8, 7), warps=48, blocks=16, shared_bytes=164 * KIB, block_shared_bytes=163 * KIB),
     Generation((8, 9), warps=48, blocks=24, shared_bytes=100 * KIB, block_shared_bytes=99 * KIB),
-    Generation((9, 0), 64, 32, 228 * KIB, 227 * KIB, has_bulk_copies=True, has_wgmma=True),
-    Generation((10, 0), 64, 32, 228 * KIB, 227 * KIB, has_bulk_copies=True),
-    Generation((11, 0), 48, 24, 228 * KIB, 227 * KIB, has_bulk_copies=True),
-    Generation((12, 0), 48, 24, 100 * KIB, 99 * KIB, has_bulk_copies=True),
+    Generation((9, 0), 64, 32, 228 * KIB, 227 * KIB, cuda_columns=64, has_wgmma=True, is_seen=True),
+    Generation((10, 0), 64, 32, 228 * KIB, 227 * KIB, cuda_columns=32),
+    Generation((11, 0), 48, 24, 228 * KIB, 227 * KIB),
+    Generation((12, 0), 48, 24, 100 * KIB, 99 * KIB, cuda_columns=32),
 )
 LEAST_CAPABILITY = GENERATIONS[0].capability
 """The oldest that packed pages are served on."""

@@ -84,7 +84,7 @@ def is_captured(layers, drafts, capability, kernel, monkeypatch, requests=256):
         layer.impl.longest_decode, layer.impl.max_requests = 1 + drafts, requests
     monkeypatch.setattr(limits.current_platform, "is_cuda", lambda: True)
     monkeypatch.setattr(limits.current_platform, "get_device_capability", lambda: capability)
-    monkeypatch.setattr("packed_kv.kernels.cuda.missing", lambda: None)
+    monkeypatch.setattr("packed_kv.kernels.cuda.missing", lambda *_: None)
     named = {str(i): layer for i, layer in enumerate(layers)} | {"draft": Layer(1000, "auto")}
     speculative = SimpleNamespace(parallel_drafting=False, num_speculative_tokens=drafts) if drafts else None
     config = SimpleNamespace(

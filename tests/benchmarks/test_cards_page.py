@@ -86,6 +86,9 @@ def test_states() -> None:
     lines = cards.generations("").splitlines()[2:]
     states = {line.split(" | ")[0].strip("| "): line for line in lines}
     assert [name for name, line in states.items() if "**seen**" in line] == ["9.0"]
+    by_request = [name for name, line in states.items() if "| Triton; CUDA by request |" in line]
+    assert by_request == [name for name, line in states.items() if "up to 32 columns, **not seen**" in line]
+    assert by_request == ["10.0", "12.0"]
     assert "**refused**" in states["below 8.0"] and "not compiled" in states["8.7"]
     assert all(sum(card in re.split(r"[ ,|]+", line) for line in lines) == 1 for card in CARDS)
     assert cards.seen() == {"H200": ["release/decode.csv", "kernels.csv"],

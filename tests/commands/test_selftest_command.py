@@ -83,6 +83,23 @@ def test_a_table(process, capsys: pytest.CaptureFixture[str]) -> None:
     )
 
 
+def test_a_line_says_which_setting_to_take(process, capsys: pytest.CaptureFixture[str]) -> None:
+    by_cuda = {"decode_kernel": "cuda", "kernel": "CUDA", "latents_kernel": None}
+    rows = [
+        row("tq4"), row("tq4", **by_cuda, microseconds=24.0), row("tq3"), row("tq3", **by_cuda, microseconds=44.0),
+        row("turboquant25", is_right=False, microseconds=None), row("turboquant25", **by_cuda),
+        row("isoquant4"), WRONG | by_cuda | {"dtype": "isoquant4"},
+    ]  # fmt: skip
+    process(says({"machine": MACHINE}, *({"row": one} for one in rows), {"end": 8}))
+    assert main(["selftest"]) == 1
+    assert (
+        'on this card set decode_kernel to "cuda" for tq4 (0.60 of Triton\'s time), turboquant25 (not timed); leave '
+        "decode_kernel out for tq3 (1.10 of Triton's time), isoquant4 (wrong)"
+    ) in capsys.readouterr().out.splitlines()
+    assert [kernel["kernel"] for kernel in card_report.content(MACHINE, {}, rows[:2])["kernels"]] == ["Triton", "CUDA"]
+    assert selftest.setting([row("tq4", kernel="CUDA"), row("tq4", "triton")]) == ""
+
+
 def test_a_difference_is_exit_code_1(process, capsys: pytest.CaptureFixture[str]) -> None:
     process(says({"machine": MACHINE}, {"row": WRONG}, {"row": row("tq3")}, {"end": 2}))
     assert main(["selftest", "--dtypes", "tq4", "tq3"]) == 1

@@ -106,9 +106,18 @@ def test_on_hopper_the_kernel_decides(
     kernel: str, head_size: int, decode: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """128 columns: only the CUDA kernel takes them, and not of heads of 256 channels."""
-    monkeypatch.setattr("packed_kv.kernels.cuda.missing", lambda: None)
+    monkeypatch.setattr("packed_kv.kernels.cuda.missing", lambda *_: None)
     monkeypatch.setattr(limits.current_platform, "get_device_capability", lambda: (9, 0))
     assert metrics.routes(config("b", heads=128, drafts=7, kernel=kernel, head_size=head_size)) == ("prefill", decode)
+
+
+def test_what_is_planned_with_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On Blackwell: what an engine is refused for before its workers start."""
+    monkeypatch.setattr("packed_kv.kernels.cuda.missing", lambda *_: None)
+    monkeypatch.setattr(limits.current_platform, "get_device_capability", lambda: (12, 0))
+    assert metrics.planned_kernel(config("b", heads=32, kernel="cuda", head_size=128)).kernel == "CUDA"
+    refused = metrics.planned_kernel(config("b", heads=32, kernel="cuda", head_size=256))
+    assert refused.reason == "the CUDA kernel does not support head size 256 (only 64 and 128)"
 
 
 def test_on_a_cpu_the_compiler_decides(monkeypatch: pytest.MonkeyPatch) -> None:

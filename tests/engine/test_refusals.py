@@ -156,7 +156,9 @@ def test_block_size(demo_model: str, no_workers: None) -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a CPU")
-@pytest.mark.parametrize(("option", "value"), [("decode_kernel", "triton"), ("latent_rope_bits", 8)])
+@pytest.mark.parametrize(
+    ("option", "value"), [("decode_kernel", "triton"), ("decode_kernel", "cuda"), ("latent_rope_bits", 8)]
+)
 def test_options_without_an_effect(option: str, value: object, demo_model: str, no_workers: None) -> None:
     line = refusal(demo_model, additional_config={"packed_kv": {option: value}})
     assert f"cannot serve packed_kv.{option}: {value}, " in line and line.endswith(f"; leave {option} out")

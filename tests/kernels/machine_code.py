@@ -38,7 +38,7 @@ class Frame(NamedTuple):
 
 
 class Instruction(NamedTuple):
-    """An instruction of sm_90, with what its control word says.
+    """An instruction of sm_90 or Blackwell's, with what its control word says.
 
     text: as nvdisasm prints it, with its predicate. sets: the scoreboard that it holds until its result is there (7:
     none). waits: a bit for each scoreboard that must be free before it is issued. place: the lines that it comes from,
@@ -96,7 +96,7 @@ class Code:
         """The instructions that may follow each."""
         joins: dict[str, set[int]] = {}
         for instruction in self.instructions:
-            if instruction.operation == "BSSY":
+            if instruction.operation.startswith("BSSY"):
                 register, label = re.findall(r"(B\d+), `\((\.L_\w+)\)", instruction.text)[0]
                 joins.setdefault(register, set()).add(self.labels[label])
         return [self._after(i, x, joins) for i, x in enumerate(self.instructions)]

@@ -247,12 +247,12 @@ def of_store(monkeypatch: pytest.MonkeyPatch) -> tuple[Binder, Callable[..., Non
 
 
 def of_decode(monkeypatch: pytest.MonkeyPatch) -> tuple[Binder, Callable[..., None], dict[str, torch.Tensor]]:
-    layer: Any = object.__new__(decode.HopperPairs)
+    layer: Any = object.__new__(decode.CudaPairs)
     binder = Binder()
     layer.bound, layer.splits = Launches(), object.__new__(decode.PairWorkspace)
     layer.splits.layer = SimpleNamespace(options=SimpleNamespace(sinks=None))
     layer._bind = binder
-    step: Any = decode.HopperPairStep(None, None, grids.Grid(1, 1, True), 1, 1, b"", ())
+    step: Any = decode.CudaPairStep(None, None, grids.Grid(1, 1, True), 1, 1, b"", ())
 
     def attend(cache: torch.Tensor, ring: torch.Tensor, output: torch.Tensor) -> None:
         layer.attend(step, cache, (), Ring(ring, ring, ring, 8), output)
@@ -330,7 +330,7 @@ def test_a_launch_is_bound_anew_for_tensors_of_another_kind(make: Any, monkeypat
 @pytest.mark.parametrize("is_capturing", [False, True])
 def test_counters_begin_at_0_where_a_layer_is_bound(is_capturing: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever ran before on the memory of an engine that gets another cache; but by no launch that a graph holds."""
-    layer: Any = object.__new__(decode.HopperPairs)
+    layer: Any = object.__new__(decode.CudaPairs)
     resets: list[str] = []
     counters = SimpleNamespace(is_cuda=True, zero_=lambda: resets.append("reset"))
     layer.matrix, layer.counters, layer.shape = None, counters, SimpleNamespace(tiles_a_block=0, mean_blocks=0)

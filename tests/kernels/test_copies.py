@@ -212,6 +212,18 @@ def test_copies_wait_for_loads(variant: Variant, tmp_path: Path) -> None:
     assert not faults(*compiled(variant, tmp_path), variant.file)
 
 
+@pytest.mark.parametrize(
+    ("name", "architecture"), [("tq4-128-8-8", "sm_120"), ("turboquant25-128-16-8", "sm_100")], ids=str
+)
+@pytest.mark.parametrize("is_early", [False, True], ids=["", "early"])
+def test_copies_of_blackwell_wait_for_loads(name: str, architecture: str, is_early: bool, tmp_path: Path) -> None:
+    """And a copy that does not wait is found there, too."""
+    variant = next(v for v in pairs() if v.name == name)
+    variant = variant._replace(source=variant.source._replace(architecture=architecture))
+    early = edited("narrow.cuh", ("= last_load.wait()", "= nothing_loaded()"))
+    assert bool(faults(*compiled(variant, tmp_path, early if is_early else None), variant.file)) == is_early
+
+
 def edited(file: str, *changes: tuple[str, str]) -> Edit:
     def edit(sources: dict[str, str]) -> dict[str, str]:
         text = sources[file]

@@ -127,7 +127,7 @@ def layer(codec: PagedCodec, most_tokens: int) -> PairAttention:
     shape = (codec, GROUP, 1, AttentionOptions(codec.key.head_dim**-0.5))
     layout = PairLayout(*shape, Limits(1, 8, most_tokens))
     decode = pairs.pair_kernel(layout, pairs.rotation_of(layout), "auto")
-    assert isinstance(decode, pairs.HopperPairs)
+    assert isinstance(decode, pairs.CudaPairs)
     store = PairStore(TritonPairStore(codec, 1, decode.splits.rotation), decode.kind)
     prefill = FlashPrefill(*shape, 64, 8, FlashAttention(flash_attention, codec.value.head_dim))
     return PairAttention(PairKernels(*shape, store, decode, prefill))

@@ -102,7 +102,7 @@ def test_prefixes_in_passes(factor: float, wrong: set[str], noted: list[Any], mo
     card = SimpleNamespace(multi_processor_count=2, major=9, minor=0)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _device: card)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: (9, 0))
-    monkeypatch.setattr("packed_kv.kernels.cuda.missing", lambda: None)
+    monkeypatch.setattr("packed_kv.kernels.cuda.missing", lambda *_: None)
     monkeypatch.setattr(cuda_launch, "CudaDecode", emulated.CudaDecode)
     monkeypatch.setattr(checks, "REPEATS", {"CUDA": 1})
     monkeypatch.setattr(checks, "STEPS", (("prompt", {0: 5, 1: 37}), ("passes", {0: 1, 1: 5})))
@@ -122,6 +122,36 @@ def test_prefixes_in_passes(factor: float, wrong: set[str], noted: list[Any], mo
     assert len(launched) == 2, "the step, and again"
     assert {check.part for check in found} == {"store", "gather", "decode", "passes"}
     assert {check.part for check in found if not check.is_right} == wrong, found
+
+
+@runs
+def test_blackwell_by_request(noted: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """With "cuda", the CUDA kernel, emulated, in blocks that its SM holds, and no passes over prefixes."""
+    card = SimpleNamespace(multi_processor_count=2, major=12, minor=0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _device: card)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: (12, 0))
+    monkeypatch.setattr("packed_kv.kernels.cuda.missing", lambda *_: None)
+    monkeypatch.setattr(cuda_launch, "capability_of", lambda _device: (12, 0))
+    monkeypatch.setattr(checks, "REPEATS", {"CUDA": 1})
+    monkeypatch.setattr(
+        checks, "STEPS", (("prompt", {0: 5, 1: 37}), ("decode", {0: 1, 1: 3}), ("passes", {0: 1, 1: 5}))
+    )
+    launched = []
+
+    class Counted(emulated.CudaDecode):
+        def __call__(self, shape: Any, max_query_len: int, *rest: Any) -> None:
+            values = self.compilation((shape.warps, shape.is_final, max_query_len))
+            launched.append((shape.warps, values.source.architecture, dict(values.constants)["BLOCKS"]))
+            super().__call__(shape, max_query_len, *rest)
+
+    monkeypatch.setattr(cuda_launch, "CudaDecode", Counted)
+    fmt, shape = FORMATS["turboquant25"], LayerShape(64, 1, 2, 16, longest=4, has_passes=True)
+    layers = [launches.PairLayer(fmt, shape, CPU, checks.DTYPE, option, 2, 64) for option in ("auto", "cuda")]
+    assert [layer.kernel for layer in layers] == ["Triton", "CUDA"] and not layers[1].read_short_prefixes()
+    found = list(checks.check_pairs(fmt, layers[1], CPU))
+    assert launched and {*launched} <= {(4, "sm_120", "2"), (1, "sm_120", "8")}, launched
+    assert {check.part for check in found} == {"store", "gather", "decode"}
+    assert not [check for check in found if not check.is_right]
 
 
 def test_the_timed_step(noted: list[Any], launched: set[Any], monkeypatch: pytest.MonkeyPatch) -> None:

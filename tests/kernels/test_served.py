@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +13,7 @@ import torch
 from checkout import DEMO_MODEL
 from packed_kv.attention import choice, impl, limits
 from packed_kv.attention import cpu as pairs_on_cpu
-from packed_kv.attention.decode import HopperPairs, TritonPairs
+from packed_kv.attention.decode import CudaPairs, TritonPairs
 from packed_kv.attention.factory import latent_kernels, pair_kernels
 from packed_kv.attention.impl import PackedAttentionImpl
 from packed_kv.attention.latent import cpu as latents_on_cpu
@@ -24,6 +25,7 @@ from packed_kv.codecs.latent import LatentCodec
 from packed_kv.codecs.pages import PagedCodec
 from packed_kv.formats import FORMATS, Format
 from packed_kv.gpu_generations import GENERATIONS
+from packed_kv.kernels import cuda
 from packed_kv.kernels.served import (
     CPP,
     CUDA,
@@ -36,6 +38,7 @@ from packed_kv.kernels.served import (
     longest_of,
     who_serves,
 )
+from packed_kv.refusals.table import Refused
 from vllm.config import set_current_vllm_config
 from vllm.engine.arg_utils import EngineArgs
 
@@ -44,7 +47,7 @@ HOPPER = Engine("cuda", (9, 0))
 OTHER_CODES = Format("other", rotation="hadamard", bits=4, outlier_bits=5)
 OTHER_ROTATION = Format("other", rotation="spun", bits=4)
 KERNELS = {
-    HopperPairs: CUDA, TritonPairs: TRITON, pairs_on_cpu.CpuPairs: CPP, type(None): PYTORCH,
+    CudaPairs: CUDA, TritonPairs: TRITON, pairs_on_cpu.CpuPairs: CPP, type(None): PYTORCH,
     HopperLatents: CUDA, TritonLatents: TRITON, latents_on_cpu.CpuLatents: CPP, ReferenceLatents: PYTORCH,
 }  # fmt: skip
 
@@ -58,9 +61,11 @@ def random_question(numbers: random.Random) -> tuple[Engine, Pairs | Latents]:
     capabilities = [(9, 0)] * 12 + [generation.capability for generation in GENERATIONS]
     platform = numbers.choice(("cuda", "cuda", "cpu"))
     engine = Engine(
-        platform, None if platform == "cpu" else numbers.choice(capabilities), usually("auto", "triton"),
+        platform, None if platform == "cpu" else numbers.choice(capabilities), usually("auto", "triton", "cuda"),
         usually(False, True), usually(1, 4, 8, 21, 64), usually(8, 5461, 6000, 20000),
     )  # fmt: skip
+    if engine.is_fp32 and engine.option == "cuda":  # refused before there are layers
+        engine = engine._replace(option="auto")
     fmt = FORMATS[numbers.choice([*FORMATS])]
     if numbers.random() < 0.4:
         return engine, Latents(fmt, usually(512, 256), usually(64, 32, 160), usually(16, 5, 64))
@@ -85,7 +90,7 @@ def lines(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     monkeypatch.setattr(choice.logger, "info_once", note, raising=False)
     monkeypatch.setattr(pairs_on_cpu.logger, "warning_once", note, raising=False)
-    monkeypatch.setattr("packed_kv.kernels.cuda.missing", lambda: None)
+    monkeypatch.setattr("packed_kv.kernels.cuda.missing", lambda *_: None)
     monkeypatch.setattr(impl, "find_calibration", lambda *_arguments: None)
     monkeypatch.setattr(impl, "window_tokens_of_model", lambda _config: 0)
     for module, names in (
@@ -160,6 +165,10 @@ def test_layers_take_what_is_answered(
         engine, layer = random_question(numbers)
         served = who_serves(engine, layer)
         lines.clear()
+        if engine.platform == "cuda" and engine.option == "cuda" and served.reason:
+            with pytest.raises(Refused, match=re.escape(f": cuda, and {served.reason}; leave decode_kernel out")):
+                take_kernel(config, engine, layer, monkeypatch)
+            continue
         kernel, longest, asked = take_kernel(config, engine, layer, monkeypatch)
         assert KERNELS[kernel] == served.kernel, (engine, layer, served)
         assert asked in (layer, None)
@@ -188,8 +197,19 @@ PAIRS, LATENTS = Pairs(FORMATS["tq4"], 128, 4), Latents(FORMATS["tq4"], 512, 64,
     ("layer", "engine", "said"),
     [
         (PAIRS, {}, ""),
-        (PAIRS, {"capability": (8, 9)}, "compute capability 8.9 (only 9.0)"),
-        (PAIRS, {"capability": (10, 0)}, "compute capability 10.0 (only 9.0)"),
+        (PAIRS, {"capability": (8, 9)}, "compute capability 8.9 (only 9.0, 10.0 and 12.0)"),
+        (PAIRS, {"capability": (11, 0)}, "compute capability 11.0 (only 9.0, 10.0 and 12.0)"),
+        (PAIRS, {"capability": (10, 0), "option": "cuda", "longest_decode": 8}, ""),
+        (
+            PAIRS,
+            {"capability": (12, 1), "option": "cuda", "longest_decode": 9},
+            "4 query heads per KV head times 9 query tokens (at most 8 tokens)",
+        ),
+        (
+            PAIRS._replace(group=33),
+            {"capability": (12, 1), "option": "cuda"},
+            "33 query heads per KV head times 1 query tokens (at most 0 tokens)",
+        ),
         (PAIRS, {"capability": None}, "a GPU of unknown compute capability"),
         (PAIRS._replace(head_dim=96), {}, "head size 96 (only 64 and 128)"),
         (PAIRS._replace(head_dim=128, value_dim=64), {}, "value heads of 64 channels beside key heads of 128"),
@@ -217,7 +237,8 @@ PAIRS, LATENTS = Pairs(FORMATS["tq4"], 128, 4), Latents(FORMATS["tq4"], 512, 64,
             "5462 requests at once (at most 5461)",
         ),
         (LATENTS, {}, ""),
-        (LATENTS, {"capability": (8, 9)}, "compute capability 8.9 (only 9.0)"),
+        (LATENTS, {"capability": (8, 9)}, "compute capability 8.9 (only 9.0, 10.0 and 12.0)"),
+        (LATENTS, {"capability": (10, 0)}, "latents on compute capability 10.0 (only 9.0, for its wgmma)"),
         (LATENTS._replace(rank=256), {}, "latents of 256 channels with 64 of RoPE (only 512 with 64)"),
         (LATENTS._replace(rope_dim=32), {}, "latents of 512 channels with 32 of RoPE (only 512 with 64)"),
         (LATENTS._replace(heads=64), {"longest_decode": 3}, "64 query heads times 3 query tokens (at most 128)"),
@@ -246,6 +267,25 @@ def test_sentences_of_the_cpu(layer: Pairs | Latents, ranks: int, said: str) -> 
     assert who_serves(engine, layer) == Served(PYTORCH, 1 << 30, f"the kernels do not serve {said}")
 
 
+def test_auto_takes_what_was_seen() -> None:
+    unseen = HOPPER._replace(capability=(12, 0), is_here=False)
+    assert who_serves(unseen, PAIRS) == Served(
+        TRITON, 16, "the CUDA kernel compiles for compute capability 12.0, but has not been seen to run there: "
+        "decode_kernel=cuda takes it, packed-kv selftest compares and times it",
+    )  # fmt: skip
+    assert who_serves(unseen._replace(option="cuda"), PAIRS) == Served(CUDA, 8)
+    assert who_serves(unseen._replace(option="triton"), PAIRS).reason.endswith("disabled by decode_kernel=triton")
+
+
+def test_a_compiler_that_does_not_know_the_card(monkeypatch: pytest.MonkeyPatch) -> None:
+    nvrtc = pytest.importorskip("packed_kv.kernels.cuda.nvrtc")
+    monkeypatch.setattr(nvrtc, "known_architectures", lambda: [90, 100])
+    monkeypatch.setattr(nvrtc, "compiler_version", lambda: (12, 8))
+    assert [cuda.missing.__wrapped__(capability) for capability in ((9, 0), (10, 0))] == [None, None]
+    said = "compute capability 10.3 with NVRTC 12.8, which does not know it"
+    assert cuda.missing.__wrapped__((10, 3)) == said
+
+
 def test_longest() -> None:
     assert [longest_of(CUDA, PAIRS._replace(group=group)) for group in (4, 12, 65)] == [64, 20, 1]
     assert [longest_of(TRITON, PAIRS._replace(group=group)) for group in (4, 12, 65)] == [16, 5, 1]
@@ -254,7 +294,7 @@ def test_longest() -> None:
 
 def test_a_compiler_is_looked_for_on_this_machine_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler")
-    monkeypatch.setattr("packed_kv.kernels.cuda.missing", lambda: "a machine without NVRTC")
+    monkeypatch.setattr("packed_kv.kernels.cuda.missing", lambda *_: "a machine without NVRTC")
     assert who_serves(Engine("cpu"), PAIRS).reason.startswith("CXX=no-such-compiler: there is no such program")
     assert who_serves(HOPPER, PAIRS).reason == "the CUDA kernel does not support a machine without NVRTC"
     assert [who_serves(on._replace(is_here=False), PAIRS).kernel for on in (Engine("cpu"), HOPPER)] == [CPP, CUDA]

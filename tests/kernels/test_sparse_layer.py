@@ -232,7 +232,7 @@ def test_one_line_names_the_kernel(
     option: str, capability: tuple[int, int], line: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lines: list[str] = []
-    monkeypatch.setattr("packed_kv.kernels.cuda.missing", lambda: None)
+    monkeypatch.setattr("packed_kv.kernels.cuda.missing", lambda *_: None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: capability)
     monkeypatch.setattr(choice.logger, "info_once", lambda text, found, **_: lines.append(text % found), raising=False)
     layer = SparseLayout(codec_of("tq4"), 16, SCALE, None, PICKS)

@@ -181,6 +181,14 @@ REFUSED = [
         "packed_kv.decode_kernel: triton, a choice between kernels of CUDA in fp16 and bf16, and this is a CPU; leave",
     ),
     (
+        Facts(Engine(platform="cpu"), Given(decode_kernel="cuda")),
+        "packed_kv.decode_kernel: cuda, a choice between kernels of CUDA in fp16 and bf16, and this is a CPU; leave",
+    ),
+    (
+        Facts(Given(decode_kernel="cuda", not_cuda="the CUDA kernel does not support a soft cap")),
+        "packed_kv.decode_kernel: cuda, and the CUDA kernel does not support a soft cap; leave decode_kernel out",
+    ),
+    (
         Facts(Engine(platform="cuda"), Given(is_fp32=True, decode_kernel="triton")),
         "packed_kv.decode_kernel: triton, a choice between kernels of CUDA in fp16 and bf16, and this is float32; ",
     ),
@@ -272,7 +280,7 @@ SERVED = Facts(
         platform="cuda", capability=(8, 0), connector="NixlConnector", connectors=tuple(map(Connector, CONNECTORS)),
         has_lora=True, has_fast_prefill=False, has_micro_batches=False,
     ),
-    Given(is_fp32=False, decode_kernel="triton", latent_rope_bits=8, has_latents=True),
+    Given(is_fp32=False, decode_kernel="triton", not_cuda="it is disabled", latent_rope_bits=8, has_latents=True),
     Parallel(dcp=1, dcp_backend="ag_rs", dcp_run=1, has_own_queries=True, has_mean_blocks=True, pipeline=2, pcp=2),
     Cache(
         block_size=16, auto="fp8", skip_layers=("0", "sliding_window"), layer_numbers=frozenset({0, 1}), slides=True,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from packed_kv.formats import FORMATS
 from packed_kv.kernels.cpu.gather import CpuGather
 from packed_kv.kernels.cpu.store import CpuStore
 from packed_kv.selftest import __main__ as process
-from packed_kv.selftest import checks, latents, launches, timing
+from packed_kv.selftest import checks, device, latents, launches, timing
 from packed_kv.vllm_compat import cpu_has_fp8
 from packed_kv.window import metadata
 
@@ -201,6 +202,28 @@ def test_a_gpu_that_cannot(asked: str, changed: dict[str, Any], said: str, monke
     for name, value in (card | changed).items():
         monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
     assert said in cannot_run(asked)
+
+
+@pytest.mark.parametrize(
+    ("capability", "found"),
+    [((8, 9), ("auto",)), ((9, 0), ("auto", "triton")), ((10, 3), ("auto", "cuda")), ((12, 0), ("auto", "cuda"))],
+)
+def test_kernels_of_a_card(
+    capability: tuple[int, int], found: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both, where there are two; layers of all shapes and dtypes are served by the one that was asked for."""
+    monkeypatch.setattr("packed_kv.kernels.cuda.missing", lambda *_: None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: capability)
+    assert device.kernels.__wrapped__(torch.device("cuda")) == found
+
+
+def test_rows_of_cuda_have_no_latents(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which only "auto" and "triton" serve, where that is a row."""
+    for name in ("pair_layers", "TimedBatch"):
+        monkeypatch.setattr(process, name, lambda *_arguments: MagicMock())
+    monkeypatch.setattr(process, "latent_layers", lambda *_arguments: ["made"])
+    rows = [process.Row("tq4", kernel, torch.device("cpu")) for kernel in ("auto", "cuda")]
+    assert [row.latents for row in rows] == [["made"], []]
 
 
 def test_shapes() -> None:

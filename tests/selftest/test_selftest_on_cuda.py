@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from packed_kv.attention.decode import HopperPairs, TritonPairs
+from packed_kv.attention.decode import CudaPairs, TritonPairs
 from packed_kv.formats import FORMATS
 from packed_kv.kernels.cuda import runs_on
 from packed_kv.selftest import __main__ as process
@@ -53,7 +53,7 @@ def spoiled(attend: Callable[..., None]) -> Callable[..., None]:
 
 def test_a_fault_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """In one row's output, inside and outside of graphs."""
-    for kernel in (TritonPairs, HopperPairs):
+    for kernel in (TritonPairs, CudaPairs):
         monkeypatch.setattr(kernel, "attend", spoiled(kernel.attend))
     said: list[dict[str, Any]] = []
     process.run(said.append, ["tq4"], "cuda", [("tq4", "triton")])

@@ -324,8 +324,8 @@ def test_layers_of_several_head_sizes_are_refused(tmp_path: Path, no_workers: No
         (named("Auto"), "packed_kv.calibration is 'Auto', and there is no such file; write \"auto\", or the path"),
         (named(""), "packed_kv.calibration is ''; write \"auto\" or the path of a file"),
         (
-            {"additional_config": {"packed_kv": {"decode_kernel": "cuda"}}},
-            'packed_kv.decode_kernel is \'cuda\'; write "auto" or "triton"',
+            {"additional_config": {"packed_kv": {"decode_kernel": "hip"}}},
+            'packed_kv.decode_kernel is \'hip\'; write "auto", "triton" or "cuda"',
         ),
         ({"additional_config": {"packed_kv": "a.json"}}, "packed_kv is 'a.json'; write"),
         (

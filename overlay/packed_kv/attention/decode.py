@@ -15,9 +15,9 @@ from vllm.v1.worker.workspace import current_workspace_manager
 
 from ..codecs.ring import Ring
 from ..gpu_generations import generation_of
-from ..kernels.cuda import grids
+from ..kernels.cuda import COLUMNS, grids
 from ..kernels.cuda import launch as cuda
-from ..kernels.served import CUDA, TRITON, longest_of
+from ..kernels.served import CUDA, TRITON
 from ..kernels.triton.decode import TILE_TOKENS, DecodeLaunch, DecodeShape, most_registers
 from ..kernels.triton.launch import Launches, StepLaunch
 from ..kernels.triton.means import Means
@@ -77,7 +77,7 @@ class TritonPairStep(PairStep):
 
 
 @dataclass(frozen=True)
-class HopperPairStep(PairStep):
+class CudaPairStep(PairStep):
     """Grid and arguments of the CUDA kernel's launch over decodes, None if there are none; and the step of its passes
     over prefixes, None likewise. `tensors` keeps alive those whose addresses are arguments."""
 
@@ -191,13 +191,13 @@ class PairWorkspace:
 
 
 class TritonPairs(DecodeKernel[TritonPairStep, None]):
-    """The Triton kernel over the pages of one layer of pairs."""
+    """The Triton kernel over the pages of one layer of pairs. `longest`: query tokens of a request that it serves."""
 
     language = TRITON
 
-    def __init__(self, layer: PairLayout, rotation: QueryRotation) -> None:
-        self.layer, self.longest = layer, longest_of(TRITON, layer.asked())
-        self.splits = PairWorkspace(layer, rotation, self.longest)
+    def __init__(self, layer: PairLayout, rotation: QueryRotation, longest: int) -> None:
+        self.layer, self.longest = layer, longest
+        self.splits = PairWorkspace(layer, rotation, longest)
         self.shape, self.kind = self.splits.shape, self.splits.kind(by_cuda=False)
         self.bound: Launches = Launches()
 
@@ -239,24 +239,25 @@ class TritonPairs(DecodeKernel[TritonPairStep, None]):
         return self.shape.tiles(query_len)[0], merge_tile(self.splits.count(requests, query_len))
 
 
-class HopperPairs(DecodeKernel[HopperPairStep, None]):
-    """The CUDA kernel over the pages of one layer of pairs."""
+class CudaPairs(DecodeKernel[CudaPairStep, None]):
+    """The CUDA kernel over the pages of one layer of pairs. `longest`: query tokens of a request that it serves."""
 
     language = CUDA
 
-    def __init__(self, layer: PairLayout, rotation: QueryRotation) -> None:
+    def __init__(self, layer: PairLayout, rotation: QueryRotation, longest: int) -> None:
         limits, group = layer.limits, layer.query_heads // layer.kv_heads
-        self.layer, self.longest = layer, longest_of(CUDA, layer.asked())
-        self.splits = PairWorkspace(layer, rotation, self.longest)
+        self.layer = layer
+        self.splits = PairWorkspace(layer, rotation, longest)
+        self.longest, generation = longest, self.splits.generation
         self.shape, self.kind = self.splits.shape, self.splits.kind(by_cuda=True)
         self.bound: Launches = Launches()
-        self.grid_inputs = grids.grid_inputs(layer.codec.layout, layer.kv_heads, self.splits.sm_count)
+        self.grid_inputs = grids.grid_inputs(layer.codec.layout, layer.kv_heads, self.splits.sm_count, generation)
         columns, device = grids.columns_of_steps(group, limits.longest_decode), self.splits.from_rotated.device
         self.matrix = cuda.pack_matrix(self.splits.from_rotated)
         self.counters = grids.make_counters(limits.max_requests, self.grid_inputs, columns, device)
         self.schedulers = grids.make_schedulers(limits.max_requests, self.grid_inputs, columns, device)
         self.prefix: FusedPrefix | None = None
-        if limits.max_tokens and layer.shard == UNSHARDED:
+        if limits.max_tokens and layer.shard == UNSHARDED and generation.cuda_columns == COLUMNS:
             self.prefix = FusedPrefix(layer.codec.layout, self.shape, self.grid_inputs, self.matrix, limits)
             self.pass_limits = self.prefix.limits
 
@@ -272,13 +273,13 @@ class HopperPairs(DecodeKernel[HopperPairStep, None]):
             scheduler(torch.zeros(1, dtype=torch.int32, device=scheduler.items.device))
             self.splits.take(tokens, (len(scheduler.items), self.layer.kv_heads, columns), *more)
 
-    def prepare(self, batch: DecodeBatch) -> HopperPairStep:
+    def prepare(self, batch: DecodeBatch) -> CudaPairStep:
         return self._prepare(batch, None)
 
-    def prepare_with_prefixes(self, batch: DecodeBatch, prefixes: PrefixBatch) -> HopperPairStep:
+    def prepare_with_prefixes(self, batch: DecodeBatch, prefixes: PrefixBatch) -> CudaPairStep:
         return self._prepare(batch, prefixes)
 
-    def _prepare(self, batch: DecodeBatch, prefixes: PrefixBatch | None) -> HopperPairStep:
+    def _prepare(self, batch: DecodeBatch, prefixes: PrefixBatch | None) -> CudaPairStep:
         requests, query_len, schedule = len(batch.seq_lens), batch.max_query_len, None
         grid = self.grid(requests, query_len) if requests else None
         partial_shape = 0, self.layer.kv_heads, 1
@@ -302,7 +303,7 @@ class HopperPairs(DecodeKernel[HopperPairStep, None]):
         of_prefixes = None
         if prefixes is not None and self.prefix is not None:
             of_prefixes = self.prefix.prepare(prefixes, rotated, bias, rest)
-        return HopperPairStep(
+        return CudaPairStep(
             rotate=self.splits.prepare_rotation(rotated, batch, bias),
             merge=self.splits.prepare_merge(partial, stats, batch.lse) if has_merge else None,
             grid=grid,
@@ -314,7 +315,7 @@ class HopperPairs(DecodeKernel[HopperPairStep, None]):
         )
 
     def attend(
-        self, step: HopperPairStep, cache: torch.Tensor, queries: tuple[torch.Tensor, ...], ring: Ring | None = None,
+        self, step: CudaPairStep, cache: torch.Tensor, queries: tuple[torch.Tensor, ...], ring: Ring | None = None,
         output: torch.Tensor | None = None,
     ) -> None:  # fmt: skip
         assert output is not None and step.grid is not None
@@ -326,7 +327,7 @@ class HopperPairs(DecodeKernel[HopperPairStep, None]):
         if step.merge is not None:
             self.splits.merge(step.merge, merges, output)
 
-    def attend_prefixes(self, step: HopperPairStep, cache: torch.Tensor, ring: Ring | None = None) -> OverPrefixes:
+    def attend_prefixes(self, step: CudaPairStep, cache: torch.Tensor, ring: Ring | None = None) -> OverPrefixes:
         assert self.prefix is not None and step.prefixes is not None
         return self.prefix.attend(step.prefixes, self.bound, cache, ring)
 
@@ -365,8 +366,8 @@ class HopperPairs(DecodeKernel[HopperPairStep, None]):
         return grids.column_count(self.shape.group, query_len)
 
 
-def pair_kernel(layer: PairLayout, rotation: QueryRotation, option: str) -> TritonPairs | HopperPairs:
-    """Choose the decode kernel of a layer. `option`: "triton", or "auto": the CUDA kernel where it serves."""
+def pair_kernel(layer: PairLayout, rotation: QueryRotation, option: str) -> TritonPairs | CudaPairs:
+    """Choose the decode kernel of a layer. `option`: `decode_kernel`."""
     asked = layer.asked()
     served = find_kernel(layer.codec.key.device, option, layer.limits, asked, f"GQA group {asked.group}")
-    return (HopperPairs if served.kernel == CUDA else TritonPairs)(layer, rotation)
+    return (CudaPairs if served.kernel == CUDA else TritonPairs)(layer, rotation, served.longest)

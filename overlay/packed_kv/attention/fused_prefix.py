@@ -99,7 +99,7 @@ class FusedPrefix:
         return step.results
 
     def _bind(self, cache: torch.Tensor, ring: Ring | None, output: torch.Tensor) -> cuda_prefix.CudaPrefix:
-        """Bind the kernel. Its counters become 0; `HopperPairs._bind` says why no step has to see to that."""
+        """Bind the kernel. Its counters become 0; `CudaPairs._bind` says why no step has to see to that."""
         counters, tiles = self.schedules.counters, self.shape.tiles_a_block if self.shape.mean_blocks else None
         if not (counters.is_cuda and torch.cuda.is_current_stream_capturing()):
             counters.zero_()

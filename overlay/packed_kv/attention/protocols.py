@@ -122,7 +122,7 @@ class StoreKernel(LayerKernel, Protocol):
 
 
 class DecodeKernel(LayerKernel, Protocol[Step, Result]):
-    """Attends to the decodes of a layer: of pairs `TritonPairs`, `HopperPairs`, `CpuPairs`; of latents `TritonLatents`,
+    """Attends to the decodes of a layer: of pairs `TritonPairs`, `CudaPairs`, `CpuPairs`; of latents `TritonLatents`,
     `HopperLatents`, `CpuLatents`, `ReferenceLatents`; of picked latents `FlashDecodes` and `HopperSparse`
     (on a CPU `attend_in_pytorch` attends to all rows). On CUDA, a step of pairs is a `RotatingStep`."""
 

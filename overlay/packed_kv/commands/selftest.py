@@ -153,6 +153,7 @@ class Report:
             print(f"{prog}: {self.cannot}", file=sys.stderr)
         else:
             self._print(notes(self.rows))
+            self._print(setting(self.rows))
             self._print(f"{right} of {len(self.rows)} right. To paste into an issue, with the lines above:")
             self._print(paste(self.machine, self.rows))
         return code
@@ -201,6 +202,24 @@ def notes(rows: list[dict[str, Any]]) -> str:
     if pytorch:
         found.append(f"{pytorch[0]} runs in PyTorch here, many times slower than in kernels; packed-kv doctor says why")
     return "\n".join(found)
+
+
+def setting(rows: list[dict[str, Any]]) -> str:
+    """Return a line that says where to set `decode_kernel` to "cuda", of rows that compare it with "auto"; or ""."""
+    by_auto = {row["dtype"]: row for row in rows if row["decode_kernel"] == "auto"}
+    take: list[str] = []
+    leave: list[str] = []
+    for row in rows:
+        if row["decode_kernel"] != "cuda" or (auto := by_auto.get(row["dtype"])) is None:
+            continue
+        ours, others = row.get("microseconds"), auto.get("microseconds")
+        ratio = ours / others if ours and others else 1.0
+        is_better = row["is_right"] and (not auto["is_right"] or ratio < 1)
+        found = "wrong" if not row["is_right"] else f"{ratio:.2f} of Triton's time" if ours and others else "not timed"
+        (take if is_better else leave).append(f"{row['dtype']} ({found})")
+    told = {'set decode_kernel to "cuda" for': take, "leave decode_kernel out for": leave}
+    words = "; ".join(f"{what} {', '.join(dtypes)}" for what, dtypes in told.items() if dtypes)
+    return f"on this card {words}" if words else ""
 
 
 def versions() -> dict[str, str]:

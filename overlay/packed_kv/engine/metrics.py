@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
     from ..formats import Format
-    from ..kernels.served import Latents, Pairs
+    from ..kernels.served import Latents, Pairs, Served
 
 logger = init_logger("vllm.packed_kv")
 
@@ -125,15 +125,21 @@ def routes(config: VllmConfig) -> tuple[str, str]:
     PyTorch, prefill chunks as short as a decode, which the decode kernel takes, and layers that the CUDA kernel does
     not serve on a Hopper GPU and of which the configuration does not tell, such as sliding ones.
     """
-    from ..attention.limits import engine_of
+    from ..attention.limits import longest_decode
     from ..kernels.served import PYTORCH as REFERENCE
-    from ..kernels.served import who_serves
 
-    engine = engine_of(config)
-    served = who_serves(engine, _asked(config))
+    served = planned_kernel(config)
     if served.kernel == REFERENCE:
         return PYTORCH, PYTORCH
-    return PREFILL, DECODE if engine.longest_decode <= served.longest else PREFILL
+    return PREFILL, DECODE if longest_decode(config) <= served.longest else PREFILL
+
+
+def planned_kernel(config: VllmConfig) -> Served:
+    """Return what serves an engine's decodes, as far as its configuration tells."""
+    from ..attention.limits import engine_of
+    from ..kernels.served import who_serves
+
+    return who_serves(engine_of(config), _asked(config))
 
 
 def _asked(config: VllmConfig) -> Pairs | Latents:

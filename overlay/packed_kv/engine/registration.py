@@ -24,7 +24,7 @@ from vllm.v1.kv_cache_interface import KVQuantMode
 from ..formats import FORMATS, Format
 from ..model.architectures import PLAIN_SPARSE_LATENTS
 from ..model.cache_scheme import describe_cache_scheme
-from ..refusals.facts import Attention, Cache, Drafts, Facts, Latents, Layer, Parallel, Vllm
+from ..refusals.facts import Attention, Cache, Drafts, Facts, Given, Latents, Layer, Parallel, Vllm
 from ..refusals.table import refuse
 from ..settings.facts import auto_cache, check_skipped_layers, engine_facts, given_facts, quantization_of
 from ..settings.options import read_options
@@ -248,10 +248,13 @@ class PackedDTypeHandler:
         from ..sharing.tiers import check_tiers, replace_tiers
         from ..window.size import log_window
         from .capacity import check_planned_padding
+        from .metrics import planned_kernel
 
         forget_backends()
         facts = Facts(*engine_facts(vllm_config).records, given_facts(vllm_config))
         refuse(facts, self.name)
+        if facts.given.decode_kernel == "cuda":
+            refuse(Facts(facts.given, Given(not_cuda=planned_kernel(vllm_config).reason)), self.name)
         check_planned_padding(vllm_config)
         if asked := describe_cache_scheme(quantization_of(vllm_config)):
             logger.info("KV cache dtype %s: %s", self.name, asked)

@@ -7,10 +7,11 @@ No torch, as most of these have none.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 from ..formats import Format, stored_dim
-from ..gpu_generations import GENERATIONS
+from ..gpu_generations import GENERATIONS, Generation, generation_of
 from . import cpu, cuda
 from .cpu.compiler import BuildError, best_target, find_compiler
 
@@ -94,19 +95,27 @@ def who_serves(engine: Engine, layer: Pairs | Latents) -> Served:
         return Served(CPP, longest_of(CPP, layer))
     if engine.is_fp32:
         return Served(PYTORCH, ANY, "activations are in fp32")
-    lacks = cuda_lacks(engine, layer)
-    reason = f"the CUDA kernel does not support {lacks}" if lacks else ""
+    lacks, reason = cuda_lacks(engine, layer), ""
     if engine.option == "triton":
         reason = "the CUDA kernel is disabled by decode_kernel=triton"
-    kernel = TRITON if reason else CUDA
-    return Served(kernel, longest_of(kernel, layer), reason)
+    elif lacks:
+        reason = f"the CUDA kernel does not support {lacks}"
+    elif engine.option != "cuda" and engine.capability and not cuda.runs_on(engine.capability):
+        reason = (
+            f"the CUDA kernel compiles for {_capability(engine.capability)}, but has not been seen to run there: "
+            "decode_kernel=cuda takes it, packed-kv selftest compares and times it"
+        )
+    if reason or engine.capability is None:
+        return Served(TRITON, longest_of(TRITON, layer), reason)
+    return Served(CUDA, longest_of(CUDA, layer, generation_of(engine.capability).cuda_columns))
 
 
-def longest_of(kernel: str, layer: Pairs | Latents) -> int:
+def longest_of(kernel: str, layer: Pairs | Latents, columns: int = cuda.COLUMNS) -> int:
     """Return the most query tokens of a request that a kernel takes of a layer. Of pairs it takes one of any layer, as
-    CUDA graphs need it; of picked latents any number, as each token is to it what a request is to others."""
+    CUDA graphs need it; of picked latents any number, as each token is to it what a request is to others. columns: the
+    most that the CUDA kernel has on the GPU."""
     if isinstance(layer, Pairs):
-        return max(1, cuda.longest_query(layer.group) if kernel == CUDA else TRITON_COLUMNS // layer.group)
+        return max(1, cuda.longest_query(layer.group, columns) if kernel == CUDA else TRITON_COLUMNS // layer.group)
     return cuda.LATENT_ROWS // layer.heads if kernel == CUDA and not layer.are_picked else ANY
 
 
@@ -114,15 +123,30 @@ def cuda_lacks(engine: Engine, layer: Pairs | Latents) -> str | None:
     """Return what of a layer `kernels/cuda` does not serve, or None."""
     if engine.capability is None:
         return "a GPU of unknown compute capability"
-    if not cuda.runs_on(engine.capability):
-        served = " or ".join("{}.{}".format(*x.capability) for x in GENERATIONS if cuda.runs_on(x.capability))
-        return f"compute capability {engine.capability[0]}.{engine.capability[1]} (only {served})"
-    lacks = _pairs_cuda_lacks(engine, layer) if isinstance(layer, Pairs) else _latents_cuda_lacks(engine, layer)
-    return lacks or _unknown_codes(layer, cuda.BITS) or (cuda.missing() if engine.is_here else None)
+    generation = generation_of(engine.capability)
+    if not generation.cuda_columns:
+        return f"{_capability(engine.capability)} (only {_those(lambda x: x.cuda_columns)})"
+    if isinstance(layer, Pairs):
+        lacks = _pairs_cuda_lacks(engine, layer, generation.cuda_columns)
+    elif not generation.has_wgmma:
+        lacks = f"latents on {_capability(engine.capability)} (only {_those(lambda x: x.has_wgmma)}, for its wgmma)"
+    else:
+        lacks = _latents_cuda_lacks(engine, layer)
+    return lacks or _unknown_codes(layer, cuda.BITS) or (cuda.missing(engine.capability) if engine.is_here else None)
 
 
-def _pairs_cuda_lacks(engine: Engine, layer: Pairs) -> str | None:
-    group, query_len, longest = layer.group, engine.longest_decode, cuda.longest_query(layer.group)
+def _capability(capability: tuple[int, int]) -> str:
+    return f"compute capability {capability[0]}.{capability[1]}"
+
+
+def _those(serves: Callable[[Generation], object]) -> str:
+    """Return the compute capabilities of generations that serve, in words."""
+    *others, last = ("{}.{}".format(*x.capability) for x in GENERATIONS if serves(x))
+    return f"{', '.join(others)} and {last}" if others else last
+
+
+def _pairs_cuda_lacks(engine: Engine, layer: Pairs, columns: int) -> str | None:
+    group, query_len, longest = layer.group, engine.longest_decode, cuda.longest_query(layer.group, columns)
     if layer.head_dim not in cuda.HEAD_DIMS:
         return f"head size {layer.head_dim} (only {' and '.join(map(str, cuda.HEAD_DIMS))})"
     if layer.value_dim not in (None, layer.head_dim):

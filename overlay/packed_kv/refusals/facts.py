@@ -44,11 +44,13 @@ class Engine(Record):
 class Given(Record):
     """Options of `--additional-config` that are given, and whether the model has a use for them.
 
+    not_cuda: why the CUDA kernel does not serve a layer, or "".
     is_fp32: the model computes in float32.
     has_latents: the model or a draft has latent attention (MLA).
     """
 
     decode_kernel: str | None = None
+    not_cuda: str | None = None
     latent_rope_bits: int | None = None
     is_fp32: bool | None = None
     has_latents: bool | None = None

@@ -72,6 +72,14 @@ def _connector_without_format(facts: Facts) -> str | None:
     return f"{names[0]}, whose keys do not name the format of a page" if names else None
 
 
+def _decode_kernel(f: Facts) -> str | None:
+    chosen = f.given.decode_kernel
+    if chosen in ("triton", "cuda") and (f.engine.platform == "cpu" or f.given.is_fp32):
+        device = "a CPU" if f.engine.platform == "cpu" else "float32"
+        return f"{chosen}, a choice between kernels of CUDA in fp16 and bf16, and this is {device}"
+    return f"cuda, and {f.given.not_cuda}" if chosen == "cuda" and f.given.not_cuda else None
+
+
 def _connector_without_handshake(facts: Facts) -> str | None:
     unsafe = [c.name for c in _connectors(facts) if not c.options.get("enforce_handshake_compat", True)]
     return f"{unsafe[0]} with enforce_handshake_compat false" if unsafe else None
@@ -299,9 +307,7 @@ RULES: tuple[Rule, ...] = (
     Rule("--enable-dbo and --ubatch-size", "the options",
          lambda f: f.engine.has_micro_batches and "two batches would share one schedule", "leave the options out"),
     Rule("packed_kv.decode_kernel", "`--additional-config`",
-         lambda f: f.given.decode_kernel == "triton" and (f.engine.platform == "cpu" or f.given.is_fp32)
-         and "triton, a choice between kernels of CUDA in fp16 and bf16, and this is "
-         + ("a CPU" if f.engine.platform == "cpu" else "float32"), "leave decode_kernel out"),
+         _decode_kernel, "leave decode_kernel out"),
     Rule("packed_kv.latent_rope_bits", "`--additional-config`",
          lambda f: f.given.latent_rope_bits == 8 and f.given.has_latents is False
          and f"8, and {_model(f)} has no latents (MLA)", "leave latent_rope_bits out"),

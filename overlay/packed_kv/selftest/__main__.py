@@ -97,7 +97,8 @@ class Row:
     def __init__(self, name: str, kernel: str, device: torch.device) -> None:
         self.name, self.kernel, self.device, self.fmt = name, kernel, device, FORMATS[name]
         self.pairs = pair_layers(self.fmt, device, kernel)
-        self.latents = latent_layers(self.fmt, device, kernel)
+        # "cuda" is a row where "auto" takes Triton's kernels (`kernels`): there, latents have no other
+        self.latents = [] if kernel == "cuda" else latent_layers(self.fmt, device, kernel)
         self.timed = TimedBatch(self.fmt, device, kernel)
         self.timed.compile_ahead()
 
@@ -121,7 +122,7 @@ class Row:
             "dtype": self.name,
             "decode_kernel": self.kernel,
             "kernel": self.pairs[0].kernel,
-            "latents_kernel": self.latents[0].kernel,
+            "latents_kernel": self.latents[0].kernel if self.latents else None,
             "parts": parts(found),
             "wrong": [describe_wrong(check) for check in wrong[:MOST_WRONG]],
             "repeats": sum(check.repeats for check in found),

@@ -86,15 +86,20 @@ def describe(device: torch.device) -> dict[str, str]:
 
 @functools.cache
 def kernels(device: torch.device) -> tuple[str, ...]:
-    """Values of `decode_kernel` that differ on the device: "auto", and "triton" where the CUDA kernel serves, too."""
+    """Values of `decode_kernel` that differ on the device: "auto"; "triton" where that is the CUDA kernel; and "cuda"
+    where it is not, but that kernel serves."""
     if device.type == "cpu":
         return ("auto",)
     capability = torch.cuda.get_device_capability(device)
-    served = {
-        who_serves(
-            Engine("cuda", capability, longest_decode=shape.longest), Pairs(fmt, shape.head_dim, shape.group)
-        ).kernel
-        for shape in SHAPES
-        for fmt in FORMATS.values()
-    }
-    return ("auto", "triton") if CUDA in served else ("auto",)
+
+    def served(option: str) -> set[str]:
+        engines = ((shape, Engine("cuda", capability, option, longest_decode=shape.longest)) for shape in SHAPES)
+        return {
+            who_serves(engine, Pairs(fmt, shape.head_dim, shape.group)).kernel
+            for shape, engine in engines
+            for fmt in FORMATS.values()
+        }
+
+    if CUDA in served("auto"):
+        return "auto", "triton"
+    return ("auto", "cuda") if served("cuda") == {CUDA} else ("auto",)

@@ -56,7 +56,7 @@ class PairLayer:
         fmt, shape: of the layer.
         device: "cuda" or "cpu".
         dtype: of queries and outputs.
-        kernel: of decodes on CUDA, "auto" or "triton".
+        kernel: of decodes on CUDA, `decode_kernel`.
         max_requests, max_tokens: of a batch, and of a request.
     """
 

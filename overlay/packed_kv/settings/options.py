@@ -15,11 +15,11 @@ KEY = "packed_kv"
 KEYS = {
     "calibration": '"auto" or "PATH"',
     "recent_tokens": "N",
-    "decode_kernel": '"auto" or "triton"',
+    "decode_kernel": '"auto", "triton" or "cuda"',
     "latent_rope_bits": " or ".join(map(str, ROPE_BITS)),
 }
 """Keys of the options, with their values in words."""
-DECODE_KERNELS = ("auto", "triton")
+DECODE_KERNELS = ("auto", "triton", "cuda")
 AUTO = "auto"
 """Word in place of a calibration file's path; `self_calibration.resolve_auto` makes it one before the engine starts."""
 
@@ -35,7 +35,8 @@ class OptionError(ValueError):
 @dataclass(frozen=True)
 class Options:
     """`calibration`: the file to use, or None: that of the model's folder. `recent_tokens`: tokens of the recent
-    window, 0: none, or None: not said. `decode_kernel`: "triton", or "auto": the CUDA kernel where it serves.
+    window, 0: none, or None: not said. `decode_kernel`: "triton"; "auto": the CUDA kernel where it serves and
+    was seen to run; or "cuda": no engine without it.
     `latent_rope_bits`: of RoPE channels beside latents (MLA), of `ROPE_BITS`."""
 
     calibration: Path | None = None
@@ -76,7 +77,8 @@ def read_options(additional_config: object) -> Options:
         raise OptionError(f"{said}; write a whole number, or 0 for no window")
     kernel = options.get("decode_kernel", "auto")
     if kernel not in DECODE_KERNELS:
-        raise OptionError(f'--additional-config: packed_kv.decode_kernel is {_shown(kernel)}; write "auto" or "triton"')
+        said = f"--additional-config: packed_kv.decode_kernel is {_shown(kernel)}"
+        raise OptionError(f"{said}; write {KEYS['decode_kernel']}")
     rope_bits = options.get("latent_rope_bits", ROPE_BITS[0])
     if type(rope_bits) is not int or rope_bits not in ROPE_BITS:
         said = f"--additional-config: packed_kv.latent_rope_bits is {_shown(rope_bits)}"

@@ -11,13 +11,12 @@ import pytest
 import test_decode as decode_tests
 import test_ring as ring_tests
 import torch
-from machine_code import resources
+from machine_code import dump, resources
 from packed_kv.formats import FORMATS
 from packed_kv.gpu_generations import generation_of
 from packed_kv.kernels.cuda import COLUMNS, pass_tokens, runs_on
 from packed_kv.kernels.cuda.grids import (
     COLUMN_COUNTS,
-    WARPS_PER_SM,
     Grid,
     GridInputs,
     block_kind,
@@ -207,6 +206,43 @@ def test_resources(name: str, centred: bool, columns: int, tmp_path: Path) -> No
     assert generation_of((9, 0)).resident_blocks(registers, shared_bytes, threads // 32) >= blocks
 
 
+@pytest.mark.parametrize(
+    ("name", "columns", "capability"),
+    [
+        ("tq4", 4, (10, 0)), ("tq4", 32, (10, 0)), ("tq3", 16, (10, 0)), ("turboquant25", 32, (10, 0)),
+        ("tq4", 8, (12, 0)), ("tq4", 32, (12, 0)), ("turboquant25", 16, (12, 0)), ("tq3", 32, (12, 0)),
+        ("turboquant25", 8, (10, 3)), ("turboquant35", 8, (12, 1)),
+    ],
+)  # fmt: skip
+def test_resources_of_blackwell(name: str, columns: int, capability: tuple[int, int], tmp_path: Path) -> None:
+    """NVRTC compiles what "cuda" takes there: blocks fit, an SM holds those of the grid, and copies need no call."""
+    page, generation = page_layout(FORMATS[name], 128), generation_of(capability)
+    few, _ = block_kinds(GridInputs(8, 128, 132, has_unpackers(page), generation), columns)
+    variant = PairVariant(
+        few.warps, True, columns, 16, ring_block=8, recent=64, has_bias=True, output=torch.bfloat16, tiles_a_block=8,
+        capability=capability,
+    )  # fmt: skip
+    values, file = constants(page, 8, 4, variant), tmp_path / "decode.cubin"
+    file.write_bytes(machine_code(Compilation.of(source_of(values, capability), values)))
+    registers, stack, _ = resources(file)["decode"]
+    threads, shared_bytes = block_of(file.read_bytes(), "decode")
+    assert registers <= 255 and stack <= (16 if columns <= 16 else 56)
+    assert shared_bytes <= generation.block_shared_bytes
+    assert generation.resident_blocks(registers, shared_bytes, threads // 32) >= few.warps_per_sm // few.warps
+    assert "CALL.ABS" not in dump("--dump-sass", file)
+
+
+@pytest.mark.parametrize(("capability", "warps"), [((10, 0), [16, 16, 8, 8]), ((12, 0), [8, 8, 8, 4])])
+def test_grids_of_blackwell(capability: tuple[int, int], warps: list[int]) -> None:
+    """Its SMs hold the warps that fit their shared memory, whole blocks of either kind."""
+    inputs = GridInputs(8, 128, 132, generation=generation_of(capability))
+    assert [inputs.warps_per_sm(columns) for columns in COLUMN_COUNTS[:4]] == warps
+    for columns, most in zip(COLUMN_COUNTS, warps, strict=False):
+        few, many = block_kinds(inputs, columns)
+        assert 4 <= many.warps <= few.warps <= most and most % few.warps == most % many.warps == 0
+        assert grid(1, inputs._replace(kv_heads=1), columns) == Grid(1, 128, False)
+
+
 @pytest.mark.parametrize("kv_heads", [1, 8])
 @pytest.mark.parametrize("requests", [1, 3, 4, 24, 32, 66, 67, 128, 256, 529])
 def test_grid(requests: int, kv_heads: int) -> None:
@@ -250,7 +286,7 @@ def test_schedulers_have_room(group: int, head_dim: int) -> None:
 def test_grid_of_teams(requests: int) -> None:
     """A block has a warp for each group of 32 channels, whether it writes the output or not."""
     inputs = GridInputs(8, 64, 132)
-    shape, resident = grid(requests, inputs, COLUMNS), 132 * WARPS_PER_SM[COLUMNS] // 2
+    shape, resident = grid(requests, inputs, COLUMNS), 132 * inputs.warps_per_sm(COLUMNS) // 2
     assert shape.warps == 2
     assert shape.is_final == (resident // (requests * 8) <= 8)
     blocks = requests + math.ceil(1.5 * (resident // 8)) if shape.is_final else min(128, resident // (requests * 8))

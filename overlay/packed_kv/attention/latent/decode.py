@@ -297,7 +297,7 @@ class HopperLatents(DecodeKernel[HopperLatentStep, Attended]):
 
 
 def latent_kernel(layer: LatentLayout, option: str) -> TritonLatents | HopperLatents:
-    """Choose the decode kernel of a layer. `option`: "triton", or "auto": the CUDA kernel where it serves."""
+    """Choose the decode kernel of a layer. `option`: `decode_kernel`."""
     codec = layer.codec
     asked = Latents(codec.fmt, codec.rank, codec.rope_dim, layer.heads)
     served = find_kernel(codec.device, option, layer.limits, asked, f"latents, {layer.heads} query heads")

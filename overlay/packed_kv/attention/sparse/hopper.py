@@ -88,7 +88,7 @@ def hopper_kernel(layer: SparseLayout, option: str, most_tokens: int, longest_de
 
     Args:
         layer: its layout.
-        option: "triton", or "auto": the CUDA kernel where it serves.
+        option: `decode_kernel`.
         most_tokens: query tokens of a batch's decodes.
         longest_decode: query tokens of a request, drafts included.
     """

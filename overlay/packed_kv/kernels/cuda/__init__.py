@@ -1,4 +1,4 @@
-"""The second implementation of decode attention: CUDA C++ for Hopper, compiled at run time.
+"""The second implementation of decode attention: CUDA C++ for Hopper, compiled at run time; on Blackwell by request.
 
 `kernels/triton/decode.py` is the portable one; read it first. `kernels/served.py` says which layers this one
 serves.
@@ -34,29 +34,30 @@ def pass_tokens(group: int) -> int:
     return COLUMNS // group
 
 
-def longest_query(group: int) -> int:
+def longest_query(group: int, columns: int = COLUMNS) -> int:
     """Return the most query tokens of a request, drafts included, that the kernel serves; 0: it serves none.
 
-    group: query heads per KV head.
+    group: query heads per KV head. columns: `cuda_columns` of the GPU; only passes of `COLUMNS` are several.
     """
-    return MAX_PASSES * pass_tokens(group)
+    return MAX_PASSES * pass_tokens(group) if columns == COLUMNS else columns // group
 
 
 def runs_on(capability: tuple[int, int]) -> bool:
-    """Return whether a GPU has the instructions of these kernels."""
-    generation = generation_of(capability)
-    return generation.has_bulk_copies and generation.has_wgmma
+    """Return whether `decode_kernel` "auto" takes these kernels on a GPU."""
+    return generation_of(capability).is_seen
 
 
 @functools.cache
-def missing() -> str | None:
-    """Return what this machine lacks to compile these kernels, in words, or None."""
+def missing(capability: tuple[int, int]) -> str | None:
+    """Return what this machine lacks to compile these kernels for a GPU, in words, or None."""
     if importlib.util.find_spec("cuda") is None or importlib.util.find_spec("cuda.bindings") is None:
         return "a machine without the package cuda-bindings"
-    from .nvrtc import compiler_version
+    from .nvrtc import compiler_version, known_architectures
 
     try:
-        compiler_version()
+        major, minor = compiler_version()
     except RuntimeError as error:  # what the binding raises if it cannot load the library
         return f"a machine without NVRTC ({str(error).splitlines()[0]})"
+    if 10 * capability[0] + capability[1] not in known_architectures():
+        return f"compute capability {capability[0]}.{capability[1]} with NVRTC {major}.{minor}, which does not know it"
     return None

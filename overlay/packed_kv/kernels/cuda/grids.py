@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 
 from ...formats import GROUP_SIZE
-from ...gpu_generations import generation_of
+from ...gpu_generations import KIB, Generation, generation_of
 from ...layout import PageLayout
 from ..kernel_layout import kernel_layout
 from . import COLUMNS, pass_tokens
@@ -22,13 +22,11 @@ REGISTERS = {4: 128, 8: 128, 16: 255, 32: 255, 64: 255}
 """Registers of a lane, by columns, that the kernels are compiled to fit."""
 ROLE_REGISTERS = 128
 """Likewise of blocks with warps that only unpack, on average: these leave some of theirs to the warps that attend."""
+WARP_BYTES = {4: 9 * KIB, 8: 9 * KIB, 16: 11 * KIB, 32: 22 * KIB, 64: 28 * KIB}
+"""Shared memory of a warp, by columns: at least its share, for any layout, of what a block of several takes."""
 HOPPER = generation_of((9, 0))
-WARPS_PER_SM = {columns: HOPPER.resident_warps(registers) for columns, registers in REGISTERS.items()}
-"""Warps that an SM holds, by columns."""
 UNPACKERS = 4
 """Warps of a block that only unpack, where it has any (`roles.cuh`): as many as attend."""
-ATTENDERS_PER_SM = HOPPER.resident_warps(ROLE_REGISTERS) // 2
-"""Warps that attend beside these and that an SM holds."""
 MAX_FINAL_BLOCKS = 8
 """Resident blocks per (request, KV head) pair up to which blocks write the output. Beyond, a warp has so few tiles that
 combining several warps costs more than a second launch: blocks of one warp write partial results for `merge`."""
@@ -49,22 +47,26 @@ class Grid(NamedTuple):
 
 
 class GridInputs(NamedTuple):
-    """Numbers that decide how many blocks run at a time: KV heads of this rank, channels of a head, SMs, and whether
-    blocks of many columns have warps that only unpack (`has_unpackers`)."""
+    """Numbers that decide how many blocks run at a time: KV heads of this rank, channels of a head, SMs, whether blocks
+    of many columns have warps that only unpack (`has_unpackers`), and the GPU's generation."""
 
     kv_heads: int
     head_dim: int
     sm_count: int
     unpackers: bool = False
+    generation: Generation = HOPPER
 
     def warps_per_sm(self, columns: int) -> int:
-        """Return how many warps an SM holds, those that only unpack not counted."""
-        return ATTENDERS_PER_SM if self.unpackers and columns > NARROW else WARPS_PER_SM[columns]
+        """Return how many warps an SM holds, a power of 2, those that only unpack not counted."""
+        if self.unpackers and columns > NARROW:
+            return self.generation.resident_warps(ROLE_REGISTERS) // 2
+        by_memory = self.generation.shared_bytes // WARP_BYTES[columns]
+        return min(self.generation.resident_warps(REGISTERS[columns]), 1 << by_memory.bit_length() - 1)
 
 
-def grid_inputs(page: PageLayout, kv_heads: int, sm_count: int) -> GridInputs:
-    """Return the `GridInputs` of `sm_count` SMs for layers with such pages."""
-    return GridInputs(kv_heads, kernel_layout(page).head_dim, sm_count, has_unpackers(page))
+def grid_inputs(page: PageLayout, kv_heads: int, sm_count: int, generation: Generation = HOPPER) -> GridInputs:
+    """Return the `GridInputs` of `sm_count` SMs of a generation for layers with such pages."""
+    return GridInputs(kv_heads, kernel_layout(page).head_dim, sm_count, has_unpackers(page), generation)
 
 
 class BlockKind(NamedTuple):
@@ -86,7 +88,10 @@ def block_kinds(inputs: GridInputs, columns: int) -> tuple[BlockKind, BlockKind]
     There, smaller blocks leave less of the card idle (an H200 at 128 x 2048 and 4 columns: 81 us instead of 88).
     """
     most = inputs.warps_per_sm(columns)
-    few, many = (most // 2, 2 if columns == 16 else 4) if columns <= NARROW else (inputs.head_dim // GROUP_SIZE,) * 2
+    # On Blackwell, warps of blocks of 2 spill up to 240 bytes, and fewer of them fit an SM of 12.x.
+    few, many = most // 2, 2 if columns == 16 and inputs.generation.is_seen else 4
+    if columns >= NARROW:
+        few = many = 4 if columns == NARROW else inputs.head_dim // GROUP_SIZE
     return BlockKind(few, most, stream_k=True), BlockKind(many, most, stream_k=False)
 
 
@@ -121,7 +126,7 @@ def make_counters(requests: int, inputs: GridInputs, columns: Mapping[int, int],
     """Return int32 zeros that count the finished parts of each (request, KV head) pair in batches of up to `requests`
     with any of these columns and their passes.
 
-    Launches leave them 0; `HopperPairs._bind` sets them to 0 and says why no step has to. Layers may share them,
+    Launches leave them 0; `CudaPairs._bind` sets them to 0 and says why no step has to. Layers may share them,
     because the launches of one stream do not overlap.
     """
     most = max(

@@ -10,12 +10,14 @@ from typing import NamedTuple
 import torch
 
 from ...codecs.ring import Ring
+from ...gpu_generations import generation_of
 from ...layout import MICRO_BLOCK, PageLayout, ring_slot_bytes
 from ..checks import check_int32, check_pages, check_ring, head_stride
 from ..kernel_layout import KernelLayout, kernel_layout
 from . import pass_tokens
 from .code_constants import decoder_constants, group_constants
 from .grids import (
+    HOPPER,
     NARROW,
     UNPACKERS,
     Grid,
@@ -44,7 +46,7 @@ class PairVariant(NamedTuple):
     tokens of the recent window; output is the output's dtype; has_lse says whether blocks that write the output write
     log-sum-exps too; tiles_a_block is how many tiles of pages one block of means serves, or 0 if there is one block;
     passes is how many passes over the keys of a request its query tokens take; has_pass_table says whether requests are
-    passes over prefixes that a table lists (`prefix_launch.py`).
+    passes over prefixes that a table lists (`prefix_launch.py`); capability is the GPU's.
     """
 
     warps: int
@@ -59,6 +61,7 @@ class PairVariant(NamedTuple):
     tiles_a_block: int = 0
     passes: int = 1
     has_pass_table: bool = False
+    capability: tuple[int, int] = HOPPER.capability
 
 
 def constants(page: PageLayout, kv_heads: int, group: int, variant: PairVariant) -> dict[str, str]:
@@ -98,16 +101,21 @@ def constants(page: PageLayout, kv_heads: int, group: int, variant: PairVariant)
         "WARPS": warps,
         "UNPACKERS": unpackers,
         "STAGES": stages,
-        "BLOCKS": grid_inputs(page, kv_heads, sm_count=1).warps_per_sm(columns) // warps,
+        "BLOCKS": grid_inputs(page, kv_heads, 1, generation_of(variant.capability)).warps_per_sm(columns) // warps,
         "IS_FINAL": int(variant.is_final),
         "HAS_LSE": int(variant.has_lse),
     }
     return {name: str(value) for name, value in values.items()}
 
 
-def source_of(constants: Mapping[str, str]) -> Source:
-    """Return the source of a variant."""
-    return UNPACKED if int(constants["UNPACKERS"]) else DECODE
+def source_of(constants: Mapping[str, str], capability: tuple[int, int] = HOPPER.capability) -> Source:
+    """Return the source of a variant for a GPU."""
+    return UNPACKED if int(constants["UNPACKERS"]) else DECODE._replace(architecture="sm_{}{}".format(*capability))
+
+
+def capability_of(device: torch.device) -> tuple[int, int]:
+    """Return the compute capability of a GPU; of a CPU, where nothing is launched, Hopper's."""
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else HOPPER.capability
 
 
 def _layout_constants(layout: KernelLayout) -> dict[str, object]:
@@ -243,7 +251,7 @@ class CudaDecode(CudaKernel[tuple[int, bool, int]]):
         _, self.kv_heads, self.group, _ = output.shape
         self.page, self.tiles_a_block, self.has_lse, self.output = page, tiles_a_block, has_lse, output.dtype
         self.keep_alive = matrix, counters
-        self.block_size = cache.shape[2]
+        self.block_size, self.capability = cache.shape[2], capability_of(cache.device)
         self.ring_block, self.recent = (ring.cache.shape[2], ring.window) if ring else (0, 0)
         layer = layer_arguments(cache, ring, output, matrix, counters)
         super().__init__(CALL_ARGUMENTS.size + STEP_ARGUMENTS.size, layer, cache.device.index)
@@ -276,13 +284,14 @@ class CudaDecode(CudaKernel[tuple[int, bool, int]]):
         Args:
             longest_decode: most query tokens of a request, drafts included.
         """
+        inputs = grid_inputs(self.page, self.kv_heads, 1, generation_of(self.capability))
         lengths = {
             (column_count(self.group, length), pass_count(self.group, length)): length
             for length in range(1, longest_decode + 1)
         }
         keys = []
         for (columns, _), length in lengths.items():
-            few, many = block_kinds(grid_inputs(self.page, self.kv_heads, sm_count=1), columns)
+            few, many = block_kinds(inputs, columns)
             final = [Grid(warps, 1, True) for warps in {few.warps, many.warps}]
             for grid in (*final, Grid(few.warps if columns > NARROW else 1, 1, False)):
                 keys.append((grid.warps, grid.is_final, length))
@@ -294,7 +303,7 @@ class CudaDecode(CudaKernel[tuple[int, bool, int]]):
         variant = PairVariant(
             warps, is_final, column_count(self.group, max_query_len), self.block_size, self.ring_block,
             self.recent, self.tiles_a_block is not None, self.output, self.has_lse and is_final,
-            self.tiles_a_block or 0, pass_count(self.group, max_query_len),
+            self.tiles_a_block or 0, pass_count(self.group, max_query_len), capability=self.capability,
         )  # fmt: skip
         values = constants(self.page, self.kv_heads, self.group, variant)
-        return Compilation.of(source_of(values), values)
+        return Compilation.of(source_of(values, self.capability), values)

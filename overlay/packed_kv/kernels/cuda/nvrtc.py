@@ -36,6 +36,11 @@ def compiler_version() -> tuple[int, int]:
     return _checked(nvrtc.nvrtcVersion())
 
 
+def known_architectures() -> list[int]:
+    """Return the architectures that NVRTC compiles for, as 90 for compute capability 9.0."""
+    return _checked(nvrtc.nvrtcGetSupportedArchs())
+
+
 def _compile(source: Source, sources: dict[str, str], options: tuple[str, ...]) -> bytes:
     headers = [sources[name].encode() for name in source.headers]
     names = [name.encode() for name in source.headers]

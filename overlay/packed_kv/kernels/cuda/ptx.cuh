@@ -258,8 +258,15 @@ INLINE void expect_bytes(u32 barrier, u32 bytes) {
 }
 // Makes this thread's stores to shared memory visible to products and bulk copies.
 INLINE void fence_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+// For sm_120, a copy into the cluster's shared memory has a call beside it, for another block's; sm_90 has the one
+// instruction for both, and PTX before 8.6 no other name for it.
+#if __CUDA_ARCH__ > 900
+#define TARGET_SPACE "shared::cta"
+#else
+#define TARGET_SPACE "shared::cluster"
+#endif
 // Called by `copy_bulk` of copies.cuh alone.
 template <int BYTES> INLINE void issue_bulk_copy(u32 target, u32 barrier, const u8* source) {
-    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
+    asm volatile("cp.async.bulk." TARGET_SPACE ".global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
                  :: "r"(target), "l"(source), "n"(BYTES), "r"(barrier) : "memory");
 }
