@@ -92,6 +92,13 @@ def test_a_library_is_compiled_once_and_never_mistaken(cache: Path, tmp_path: Pa
     assert (answer(3), calls(tmp_path)) == (3, 4)
 
 
+@pytest.mark.parametrize("main", [PAIRS, LATENTS, PAGES], ids=lambda program: program.main)
+def test_each_process_reads_sources_in_one_order(main: Program) -> None:
+    """The name of a library in the cache has a digest of them; names of files in a set have another order each time."""
+    names = list(build.read_sources(main))
+    assert len(names) > 5 and names == sorted(names)
+
+
 def test_a_damaged_library_is_compiled_again(cache: Path, tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setenv("CXX", str(counting_compiler(tmp_path)))
     assert answer(3) == 3

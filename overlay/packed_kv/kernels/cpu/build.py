@@ -131,7 +131,7 @@ def processor_key() -> tuple[str, tuple[str, ...]]:
 
 
 def read_sources(program: Program) -> dict[str, str]:
-    """Return the text of a program's file, and of all that it includes, by path in this folder."""
+    """Return the text of a program's file, and of all that it includes, by path in this folder, sorted."""
     folder, sources, found = resources.files(__package__), {}, [program.main]
     while found:
         path = found.pop()
@@ -139,7 +139,7 @@ def read_sources(program: Program) -> dict[str, str]:
         names = INCLUDE.findall(sources[path])
         included = {posixpath.normpath(posixpath.join(posixpath.dirname(path), name)) for name in names}
         found += [other for other in included - set(sources) if posixpath.basename(other) != CONSTANTS]
-    return sources
+    return dict(sorted(sources.items()))  # in the same order in each process, whose sets differ in theirs
 
 
 def _compile(program: Program, sources: dict[str, str], compiler: Compiler, flags: tuple[str, ...]) -> bytes:
