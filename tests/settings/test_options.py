@@ -72,3 +72,19 @@ def test_a_file_that_is_not_there(path: str) -> None:
 def test_bits_of_rope_that_pages_do_not_have(bits: object) -> None:
     with pytest.raises(OptionError, match=r"packed_kv.latent_rope_bits is .*; write 16 or 8$"):
         read_options({"packed_kv": {"latent_rope_bits": bits}})
+
+
+HUGE = 10**5000
+"""Of more digits than Python writes."""
+
+
+@pytest.mark.parametrize("tokens", [HUGE, -HUGE, [HUGE], 10**30, -1, "64", 64.0, True, None], ids=lambda _: "")
+def test_recent_tokens_that_are_no_number_of_tokens(tokens: object) -> None:
+    with pytest.raises(OptionError, match=r"packed_kv.recent_tokens is .*; write a whole number, or 0 for no window$"):
+        read_options({"packed_kv": {"recent_tokens": tokens}})
+
+
+@pytest.mark.parametrize("option", ["calibration", "decode_kernel", "latent_rope_bits"])
+def test_a_number_of_too_many_digits(option: str) -> None:
+    with pytest.raises(OptionError, match=f"packed_kv.{option} is a number of too many digits; write"):
+        read_options({"packed_kv": {option: HUGE}})

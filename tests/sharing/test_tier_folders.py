@@ -87,7 +87,7 @@ def test_tiers_of_an_engine(tmp_path: Path, lines: list[str]) -> None:
     assert tier["page_format"].startswith("tq4-")
     assert first["secondary_tiers"] == [other]
     (line,) = lines
-    assert "tier disabled" in line
+    assert "tier disabled" in line and line.endswith("; name a folder that this server can write as root_dir")
     assert str(tmp_path / "file") in line
     assert not [*(tmp_path / "new").iterdir()]
     assert SecondaryTierFactory.get_tier_class(tier) is PackedFileTier

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
@@ -24,6 +25,8 @@ AUTO = "auto"
 """Word in place of a calibration file's path; `self_calibration.resolve_auto` makes it one before the engine starts."""
 
 LONGEST_PATH = 4095
+MOST = sys.maxsize
+"""Largest number of tokens that later lines can write; the model's context is the bound."""
 LIKE = 0.9
 """Least likeness to `KEY` at which another key is taken for a typo; "packed" is below it."""
 
@@ -72,7 +75,7 @@ def read_options(additional_config: object) -> Options:
     ):
         said = f"--additional-config: packed_kv.calibration is {_shown(path)}"
         raise OptionError(f'{said}; write "auto" or the path of a file')
-    if "recent_tokens" in options and (type(recent) is not int or recent < 0):
+    if "recent_tokens" in options and (type(recent) is not int or not 0 <= recent <= MOST):
         said = f"--additional-config: packed_kv.recent_tokens is {_shown(recent)}"
         raise OptionError(f"{said}; write a whole number, or 0 for no window")
     kernel = options.get("decode_kernel", "auto")
@@ -101,7 +104,10 @@ def check_files(options: Options) -> None:
 
 
 def _shown(value: object) -> str:
-    return printable(repr(value), 120)
+    try:
+        return printable(repr(value), 120)
+    except ValueError:  # Python's limit
+        return "a number of too many digits" if isinstance(value, int) else "a value with a number of too many digits"
 
 
 def _letters(key: object) -> str:

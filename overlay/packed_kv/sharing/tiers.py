@@ -48,7 +48,9 @@ def replace_tiers(config: VllmConfig, fmt: Format) -> None:
             if not _is_fs(tier):
                 usable.append(tier)
             elif reason := _unusable(tier["root_dir"]):
-                logger.warning("KV pages on disk: tier disabled (%s)", reason)
+                logger.warning(
+                    "KV pages on disk: tier disabled (%s); name a folder that this server can write as root_dir", reason
+                )
             else:
                 usable.append({**tier, "type": FILES, "page_format": page_format(config, fmt)})
         connector.options["secondary_tiers"] = usable
