@@ -1,4 +1,4 @@
-"""What differs between layers of one layout: `Layer` of layout/layer.h, and the library of their pages."""
+"""Differences between layers of one layout: `Layer` of layout/layer.h, and the library of their pages."""
 
 from __future__ import annotations
 
