@@ -45,10 +45,16 @@ class ScratchSpan(NamedTuple):
 
 @dataclass(frozen=True)
 class ScratchBatch:
-    """Requests that fit the scratch cache together: their spans and rows of the batch, and arguments of the op."""
+    """Requests that fit the scratch cache together: their spans and rows of the batch, and arguments of the op.
+
+    `slots`: int64, where new tokens lie in the scratch cache; empty where the layer reads what another has stored.
+    `cut_blocks`: int64, blocks that the requests do not fill.
+    """
 
     spans: list[ScratchSpan]
     rows: slice
+    slots: torch.Tensor
+    cut_blocks: torch.Tensor
     query_start: torch.Tensor
     seq_lens: torch.Tensor
     block_table: torch.Tensor
@@ -117,8 +123,14 @@ class CpuPrefill(PrefillKernel["Batch"]):
 
     def attend(self, batch: Batch, first: int, ring: Ring | None = None) -> None:
         for fitting in self._scratch_batches(batch.metadata, first, batch.key is None):
+            if len(fitting.cut_blocks):
+                # The op reads a block to its end, and 0 times what a former request left there may be NaN.
+                self.scratch.cache.index_fill_(0, fitting.cut_blocks, 0)
             for span in fitting.spans:
-                self._fill(span, batch, first, ring)
+                if span.start < span.own:
+                    self._unpack(span, batch, first, ring)
+            if batch.key is not None and batch.value is not None:
+                self._put(fitting.slots, batch.key[fitting.rows], batch.value[fitting.rows])
             self._attend(fitting, batch.query[fitting.rows], batch.output[fitting.rows])
 
     def _scratch_batches(self, metadata: PackedMetadata, first: int, shared: bool) -> list[ScratchBatch]:
@@ -157,13 +169,18 @@ class CpuPrefill(PrefillKernel["Batch"]):
             seq_lens=seq_lens, dtype=self.dtype, query_start_loc=query_start, causal=True,
             sliding_window_size=self.options.sliding_window or -1, isa=self.isa, enable_kv_split=True,
         )  # fmt: skip
-        return ScratchBatch(spans, slice(starts[0], starts[-1]), query_start, seq_lens, table, schedule)
+        slots = torch.cat([self._slots(span, span.own, span.end) for span in spans])
+        cut = [span.block + tokens // BLOCK for span in spans if (tokens := span.end - span.start) % BLOCK]
+        where = slice(starts[0], starts[-1]), slots, torch.tensor(cut, dtype=torch.int64)
+        return ScratchBatch(spans, *where, query_start, seq_lens, table, schedule)
 
-    def _fill(self, span: ScratchSpan, batch: Batch, first: int, ring: Ring | None) -> None:
-        """Bring a request's K and V into the scratch cache."""
-        key, value, metadata = batch.key, batch.value, batch.metadata
-        # The op reads the last block to its end, and 0 times what a former request left there may be NaN.
-        self.scratch.cache[span.block + (span.end - span.start - 1) // BLOCK].zero_()
+    def _slots(self, span: ScratchSpan, start: int, end: int) -> torch.Tensor:
+        """Return where the tokens `start` .. `end` - 1 of a request lie in the scratch cache, int64."""
+        at = span.block * BLOCK - span.start
+        return self.scratch.slots[at + start : at + end]
+
+    def _unpack(self, span: ScratchSpan, batch: Batch, first: int, ring: Ring | None) -> None:
+        """Bring a request's prefix into the scratch cache."""
         with_ring: dict[str, Ring | int] = {}
         ring_from = span.own
         if ring is not None:
@@ -171,22 +188,17 @@ class CpuPrefill(PrefillKernel["Batch"]):
             ring_from = max(int(ring.first[row]), span.own - ring.window + 1)
             of_request = Ring(ring.cache, ring.block_table[row : row + 1], ring.first[row : row + 1], ring.window)
             with_ring = {"ring": of_request, "ring_from": ring_from}
-        table, piece = metadata.block_table[span.request], self.scratch.piece
+        table, piece = batch.metadata.block_table[span.request], self.scratch.piece
         for start in range(span.start, span.own, PIECE):
             end = min(start + PIECE, span.own)
             unpacked = piece[0, : end - start], piece[1, : end - start, :, : self.value_dim]
             self.gather(batch.cache, table, start, end, *unpacked, **(with_ring if ring_from < end else {}))  # type: ignore[arg-type]
-            self._put(span, start, *unpacked)
-        if key is not None and value is not None:
-            rows = slice(metadata.query_starts[span.request], metadata.query_starts[span.request + 1])
-            self._put(span, span.own, key[rows], value[rows])
+            self._put(self._slots(span, start, end), *unpacked)
 
-    def _put(self, span: ScratchSpan, start: int, key: torch.Tensor, value: torch.Tensor) -> None:
-        """Write tokens of a request from `start` on."""
-        at = span.block * BLOCK + start - span.start
+    def _put(self, slots: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
+        """Write tokens into the scratch cache. `slots`: int64 [tokens], of them all."""
         if self.value_dim != self.head_dim:
             value = torch.nn.functional.pad(value, (0, self.head_dim - self.value_dim))
-        slots = self.scratch.slots[at : at + len(key)]
         cpu_ops().cpu_attn_reshape_and_cache(key, value, self.scratch.key, self.scratch.value, slots, self.isa)
 
     def _attend(self, batch: ScratchBatch, query: torch.Tensor, output: torch.Tensor) -> None:

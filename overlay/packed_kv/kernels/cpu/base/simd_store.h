@@ -1,19 +1,21 @@
 // Operations that only the store and the gather need. On 32-bit words:
 //
-//   nearer(least, x, level)   the smaller of |x - level| and |least|; its sign does not count
+//   smaller_magnitude(a, b)   the smaller of |a| and |b|; its sign does not count
+//   nearer(least, x, level)   the smaller of |x - level| and |least|; likewise
 //   count_above(n, a, b)      n + (a > b)
 //   where_less, where_above   all bits of the words where a < b, a > b
 //   load_bytes, store_bytes   a byte of memory for each word, unsigned
-//   Levels(levels)(code)      levels[code], code 0 .. 15
+//   Levels(levels)(code)      levels[code]; of a code the lowest 4 bits count where HAS_FAST_LEVELS, else it is 0 .. 15
 #pragma once
 #include "simd.h"
+
+constexpr bool HAS_FAST_LEVELS = VECTOR_LANES > 1;
 
 #if VECTOR_LANES == 4
 INLINE Floats min_floats(Floats a, Floats b) { return _mm512_min_ps(a, b); }
 INLINE Floats absolute(Floats a) { return bits_as_floats(bit_and(floats_as_bits(a), _mm512_set1_epi32(0x7fffffff))); }
-INLINE Floats nearer(Floats least, Floats x, Floats level) {
-  return _mm512_range_ps(_mm512_sub_ps(x, level), least, 2);
-}
+INLINE Floats smaller_magnitude(Floats a, Floats b) { return _mm512_range_ps(a, b, 2); }
+INLINE Floats nearer(Floats least, Floats x, Floats level) { return smaller_magnitude(x - level, least); }
 INLINE Bytes count_above(Bytes n, Floats a, Floats b) {
   return _mm512_mask_add_epi32(n, _mm512_cmp_ps_mask(a, b, _CMP_GT_OQ), n, _mm512_set1_epi32(1));
 }
@@ -34,9 +36,8 @@ struct Levels {
 #elif VECTOR_LANES == 2
 INLINE Floats min_floats(Floats a, Floats b) { return _mm256_min_ps(a, b); }
 INLINE Floats absolute(Floats a) { return bits_as_floats(bit_and(floats_as_bits(a), _mm256_set1_epi32(0x7fffffff))); }
-INLINE Floats nearer(Floats least, Floats x, Floats level) {
-  return min_floats(least, absolute(_mm256_sub_ps(x, level)));
-}
+INLINE Floats smaller_magnitude(Floats a, Floats b) { return min_floats(absolute(a), absolute(b)); }
+INLINE Floats nearer(Floats least, Floats x, Floats level) { return min_floats(least, absolute(x - level)); }
 INLINE Bytes count_above(Bytes n, Floats a, Floats b) {
   return _mm256_sub_epi32(n, floats_as_bits(_mm256_cmp_ps(a, b, _CMP_GT_OQ)));
 }
@@ -63,6 +64,7 @@ struct Levels {
 #else
 INLINE Floats min_floats(Floats a, Floats b) { return vminq_f32(a, b); }
 INLINE Floats absolute(Floats a) { return vabsq_f32(a); }
+INLINE Floats smaller_magnitude(Floats a, Floats b) { return vminq_f32(vabsq_f32(a), vabsq_f32(b)); }
 INLINE Floats nearer(Floats least, Floats x, Floats level) { return vminq_f32(least, vabdq_f32(x, level)); }
 INLINE Bytes count_above(Bytes n, Floats a, Floats b) { return FROM_U32(vsubq_u32(AS_U32(n), vcgtq_f32(a, b))); }
 INLINE Bytes where_less(Floats a, Floats b) { return FROM_U32(vcltq_f32(a, b)); }

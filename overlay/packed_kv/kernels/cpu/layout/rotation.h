@@ -8,6 +8,17 @@
 namespace rotations {
 
 struct hadamard {
+  // Unrolled, as compilers keep an array in registers only where they know its indices.
+  template <int R, int STRIDE> static INLINE_MEMBER void add_and_subtract(Floats* v) {
+    if constexpr (STRIDE < R) {
+      unrolled<R / 2>([&](auto pair) {
+        constexpr int i = pair.value / STRIDE * 2 * STRIDE + pair.value % STRIDE;
+        Floats low = v[i], high = v[i + STRIDE];
+        v[i] = low + high, v[i + STRIDE] = low - high;
+      });
+      add_and_subtract<R, 2 * STRIDE>(v);
+    }
+  }
   // R rows, `stride` apart: butterflies over 1, 2, ... R / 2 times that. `before`, of the first row on, and `after` are
   // what numbers are multiplied by; null: nothing.
   template <int R, class Row>
@@ -16,12 +27,7 @@ struct hadamard {
     for (int i = 0; i < R; i++) v[i] = load_floats(x[i * stride] + lane);
     if (before)
       for (int i = 0; i < R; i++) v[i] = v[i] * broadcast(before[i * stride]);
-    for (int s = 1; s < R; s *= 2)
-      for (int i = 0; i < R; i += 2 * s)
-        for (int j = i; j < i + s; j++) {
-          Floats low = v[j], high = v[j + s];
-          v[j] = low + high, v[j + s] = low - high;
-        }
+    add_and_subtract<R, 1>(v);
     if (after)
       for (int i = 0; i < R; i++) v[i] = v[i] * broadcast(after[0]);
     for (int i = 0; i < R; i++) store_floats(x[i * stride] + lane, v[i]);

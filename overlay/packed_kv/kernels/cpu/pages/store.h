@@ -34,11 +34,8 @@ INLINE void replace_bits(uint8_t* micro_block, const Plane& plane, int slot, int
   if (plane.is_half) replace<uint16_t>(micro_block + plane.at[slot][token], bits, by);
   else replace<uint32_t>(micro_block + plane.at[slot][token], bits, by);
 }
-// Put codes [32][16 tokens] of the `count` tokens `present` into a group's words; the bits of others stay.
-static void pack(uint8_t* to, const Plane& plane, const uint8_t (*codes)[WIDE], const uint8_t* present, int count) {
-  const Part& part = *plane.part;
-  alignas(64) uint32_t words[MOST_SLOTS][WIDE];
-  memset(words, 0, sizeof words[0] * part.slots);
+// A part of codes [32][16 tokens], at its bits of words by slot and token.
+static void collect(const Part& part, const uint8_t (*codes)[WIDE], uint32_t (*words)[WIDE]) {
   Bytes mask = broadcast_32(part.mask), from = broadcast_32(part.from);
   for (int c = 0; c < 32; c++)
     for (int lane = 0; lane < 16; lane += VECTOR_FLOATS) {
@@ -46,20 +43,37 @@ static void pack(uint8_t* to, const Plane& plane, const uint8_t (*codes)[WIDE], 
       uint32_t* word = words[part.slot[c]] + lane;
       store(word, bit_or(load(word), shift_left(bits, load_bytes(part.shift[c] + lane))));
     }
+}
+// Puts words of all tokens into the words that they share. `whole`: the bits that are replaced, of the first of those
+// tokens; null: all.
+static void put_whole(uint8_t* to, const Plane& plane, const uint32_t (*whole)[MICRO_BLOCK], uint32_t (*words)[WIDE]) {
+  const Part& part = *plane.part;
   for (int s = 0; s < part.slots; s++) {
-    if (count < 16) {
-      for (int i = 0; i < count; i++) {
-        int n = present[i];
-        replace_bits(to, plane, s, n, part.bits[s][n], words[s][n]);
-      }
-      continue;
-    }
     if (part.joins_halves)
       for (int n = 0; n < 8; n++) words[s][n] |= words[s][n + 8];
     if (part.joins_pairs)
       for (int n = 0; n < 16; n += 2) words[s][n] |= words[s][n + 1];
     for (int n = 0, end = part.joins_halves ? 8 : 16; n < end; n += part.joins_pairs ? 2 : 1)
-      replace_bits(to, plane, s, n, part.whole[s][n], words[s][n]);
+      if (whole) replace_bits(to, plane, s, n, whole[s][n], words[s][n]);
+      else memcpy(to + plane.at[s][n], &words[s][n], 4);
+  }
+}
+// Puts codes [32][16 tokens] of the `count` tokens `present` into a group's words; the bits of others stay. `is_one`:
+// magnitudes and signs fill the same words.
+static void pack(uint8_t* to, const Plane* planes, bool is_one, const uint8_t (*codes)[WIDE], const uint8_t* present,
+                 int count) {
+  alignas(64) uint32_t words[MOST_SLOTS][WIDE];
+  for (int p = 0; p < 2; p++) {
+    const Part& part = *planes[p].part;
+    const bool joins = is_one && count == 16;
+    if (p == 0 || !joins) memset(words, 0, sizeof words[0] * part.slots);
+    collect(part, codes, words);
+    if (joins && p == 0) continue;
+    if (count == 16) put_whole(to, planes[p], joins ? nullptr : part.whole, words);
+    else
+      for (int s = 0; s < part.slots; s++)
+        for (int i = 0, n; i < count; i++)
+          n = present[i], replace_bits(to, planes[p], s, n, part.bits[s][n], words[s][n]);
   }
 }
 
@@ -137,7 +151,7 @@ struct Batch {
           for (int c = 0; c < 32; c++) apart[c][present[i]] = codes[32 * g + c][row + i];
         of_group = apart;
       }
-      for (const Plane& plane : WORD_PLACES.planes[role][g]) pack(to, plane, of_group, present, count);
+      pack(to, WORD_PLACES.planes[role][g], !GROUP_TABLE[g].has_sign_words, of_group, present, count);
       for (int i = 0; i < count; i++) to[SCALES_AT[role] + scale_at(role, g, present[i])] = scales[g][row + i];
     }
     for (int i = 0; ROPE_DIM && i < count; i++) rope_into_page(to, present[i], row + i);
