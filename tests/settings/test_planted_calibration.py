@@ -42,7 +42,7 @@ def full(folder: Path) -> None:
         (lambda cache: cache.parent.touch(), "Not a directory"),
         (lambda cache: [cache.mkdir(parents=True), cache.chmod(0o777)], "others can write {cache} (mode 777)"),
         (lambda cache: [cache.mkdir(parents=True), cache.chmod(0o770)], "others can write {cache} (mode 770)"),
-        (full, "Is a directory"),
+        (full, ".json is not a regular file; delete it"),
     ],
     ids=["no folder", "folder of all", "folder of a group", "no file"],
 )
@@ -66,7 +66,7 @@ def test_a_cache_that_is_not_this_users_alone_costs_time(
     assert load(path).version == 1
     told = [line for line in log if "one is made at each start" in line]
     assert len(told) == 1 and reason.format(cache=cache) in told[0]
-    assert not list(cache.glob("*.lock")) or reason == "Is a directory"
+    assert not list(cache.glob("*.lock")) or change is full
 
 
 @pytest.fixture

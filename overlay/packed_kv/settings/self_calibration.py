@@ -181,7 +181,10 @@ def _make(folder: int, path: Path, config: VllmConfig, lock: int) -> None:
     except FileNotFoundError:
         pass
     except Untrusted as error:
-        os.unlink(path.name, dir_fd=folder)
+        try:
+            os.unlink(path.name, dir_fd=folder)
+        except IsADirectoryError:
+            raise error from None
         logger.warning("KV cache calibration: %s; it was deleted and is made again", error.reason)
     if reason := why_not_replaced(path):
         raise Untrusted(reason, ANOTHER)
