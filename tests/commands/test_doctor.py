@@ -58,7 +58,7 @@ def probed(monkeypatch: pytest.MonkeyPatch):
         monkeypatch.setattr(doctor.subprocess, "run", run)
         return asked
 
-    monkeypatch.setattr(cuda, "missing", lambda: None)
+    monkeypatch.setattr(cuda, "missing", lambda _: None)
     return give
 
 
