@@ -46,8 +46,8 @@ NOTHING = -1.0e30
 
 @dataclass(frozen=True)
 class FlashAttention:
-    """`function`: vLLM's `flash_attn_varlen_func`, or one that takes the same arguments. `value_dim`: channels of a
-    head of V, and of the output, that it is given: K's where it takes no others."""
+    """`function`: vLLM's `flash_attn_varlen_func`, or one that takes the same arguments. `value_dim`: V's head size as
+    passed to the function, and the output's. Older versions need K's; V is then padded."""
 
     function: Callable[..., tuple[torch.Tensor, torch.Tensor]]
     value_dim: int

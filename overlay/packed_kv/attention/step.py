@@ -12,12 +12,12 @@ Made = TypeVar("Made")
 
 
 class StepKey(NamedTuple):
-    """Names a thing that the layers of one kind share. Kinds and keys are tuples: a layer's
-    mixed step takes 7 us less of the host than with dataclasses.
+    """Key of a value that all layers of one kind share within a step. Keys and kinds are tuples: with dataclasses a
+    layer's mixed step took 7 us more of the host.
 
-    `what`: the thing. `kind`: of the layer's kernel; kernels of equal kinds make equal things. `first`: the request
-    from which on it is for. `window`: the step's rings that it is for, or None. They are equal to themselves alone, and
-    the key keeps them alive.
+    `what`: name of the value. `kind`: kind of the layer's kernel; kernels of equal kinds make equal values. `first`:
+    index of the first request that the value covers. `window`: the step's rings that the value is made for, or None;
+    rings are equal to themselves alone, and the key keeps them alive.
     """
 
     what: str

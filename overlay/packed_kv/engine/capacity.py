@@ -175,7 +175,7 @@ class CheckedCache:
 
 
 def log_match_unit(vllm_config: VllmConfig) -> None:
-    """Log what the prefix cache finds beside state layers, whose blocks grow with the compression."""
+    """Log in what units prefixes are found in hybrid models: state layers enlarge blocks as much as pages shrink."""
     cache = vllm_config.cache_config
     is_coarse = vllm_config.model_config.is_hybrid and cache.block_size > MICRO_BLOCK
     if is_coarse and cache.enable_prefix_caching and cache.prefix_match_unit is None:

@@ -117,8 +117,8 @@ def read_calibration(config: VllmConfig) -> Calibration | None:
 def find_calibration(config: VllmConfig, fmt: Format) -> RankCalibration | None:
     """The calibration of a model, checked, for the layers that this process builds.
 
-    None if there is no file, or while a draft model is built. Says once which file it is and what of it is used, or
-    that there is none and what that means. Raises CalibrationError for a file that does not fit.
+    None if there is no file, or while a draft model is built. Logs once which file is used and what it changes, or that
+    there is none and what that means. Raises CalibrationError for a file that does not fit.
     """
     model = config.model_config
     if model.runner_type == "draft":

@@ -3,8 +3,9 @@
 // (`codecs/ring.py`).
 //
 // The grid is (tiles of 16 rows, requests, SHARES of the channels of outputs); each block has all scores. A row is a
-// query head of a query token. Of a tile of 64 tokens, raw bytes come to shared memory. Of scores, a warp has 16 tokens
-// and one half of the channels; of weights, two rows; of sums, groups of 32 channels; of outputs, two rows again.
+// query head of a query token. The raw bytes of a tile of 64 tokens come to shared memory. A warp computes the scores of
+// 16 tokens over one half of the channels, the weights of two rows, the sums over V of some groups of 32 channels, and
+// the outputs of two rows.
 //
 // All that the ring gives is made before the kernel before has ended; parts are read behind it.
 //

@@ -23,8 +23,8 @@ struct Ring {
         : cache(a.ring + (u64)head * a.ring_head_stride), table(a.ring_table + (u64)index * a.ring_table_stride),
           block_stride(a.ring_block_stride) {}
 
-    // Each of the first lanes copies a piece. A piece without tokens of the ring is replaced by one with, because its
-    // block does not exist.
+    // Each of the first lanes copies a piece. Pieces outside the ring have no block: the nearest piece inside is copied
+    // instead, and its scores are masked.
     INLINE void copy(LoadsDone done, const Request& request, int tile, u32 target, u32 barrier,
                      const Lane& lane) const {
         constexpr int piece_bytes = RING_PIECE * RING_SLOT_BYTES;

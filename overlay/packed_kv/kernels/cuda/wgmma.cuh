@@ -91,7 +91,7 @@ INLINE u32 matrix_descriptor(u32 address, u32 lead) { return (address & 0x3FFFF)
 #define SUMS_128(i) SUMS_64(i), SUMS_64(i + 32)
 #define SUMS_256(i) SUMS_128(i), SUMS_128(i + 64)
 
-// B's columns are contiguous, and 256.
+// For 256 columns. B is column-major: each column is contiguous.
 INLINE void add_product(float (&d)[128], const u32* a, u32 b, int accumulate) {
     asm volatile("{ .reg .pred p; setp.ne.b32 p, %133, 0;" DESCRIPTOR("b", "%132", "0x40000040")
         " wgmma.mma_async.sync.aligned.m64n256k16.f32.f16.f16 {" NAMES_256 "}, {%128, %129, %130, %131}, b, p, 1, 1, 1; }"

@@ -230,7 +230,7 @@ def _decode_kernel(
 
 @triton.jit
 def _split_tiles(split, splits, seq_len, recent, first_tile, RING_BLOCK: tl.constexpr, RECENT: tl.constexpr):
-    """A split's tiles, low .. high - 1 of those of the pages and, behind these, of the ring; tiles of the pages."""
+    """Return (low, high, page_tiles): the split attends to tiles low .. high - 1, the pages' before the ring's."""
     page_tiles = tl.cdiv(_page_limit(seq_len, recent, RING_BLOCK, RECENT), 32) - first_tile
     tiles = page_tiles
     if RING_BLOCK > 0:

@@ -42,7 +42,7 @@ class CountPicksLaunch(Launch):
 
     @staticmethod
     def step(tokens: int, picks: int) -> StepLaunch:
-        """`picks`: the most of a token."""
+        """`picks`: width of the table, the most picks that a token may have."""
         return StepLaunch((-(-tokens // COUNTED_TOKENS), 1, 1), Arguments(tokens, picks))
 
 
@@ -139,9 +139,12 @@ def _merge_picks_kernel(
 
 
 class MergePicksLaunch(Launch):
-    """`merge` for layers with this `inverse_gain` and `constant`, fp32 [rank] or None. Called with the output [tokens,
-    heads, rank], attention over both kinds, [tokens, padded heads, rank], contiguous; without `has_stored`, with that
-    over the chunk twice; and the lse to fill, fp32 [tokens, heads], without `has_lse` any tensor of fp32."""
+    """`merge` for layers with this `inverse_gain` and `constant`, fp32 [rank] or None.
+
+    Called with the output [tokens, heads, rank]; attention over stored rows and over the chunk, each [tokens, padded
+    heads, rank], contiguous (without `has_stored` the first is not read: pass the chunk's twice); and the lse to fill,
+    fp32 [tokens, heads] (without `has_lse` it is not written: pass any fp32 tensor).
+    """
 
     def __init__(
         self,
