@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
+from pathlib import Path
+
 import pytest
 import torch
 from batches import POISON, relative_rms
@@ -111,16 +114,30 @@ def test_queries_and_outputs_of_16_bits(dtype: torch.dtype, bound: float) -> Non
 needs_amx = pytest.mark.skipif(
     not is_usable(target_of("amx")), reason="this processor has no AMX, or Linux does not permit it"
 )
+needs_vbmi = pytest.mark.skipif(
+    not is_usable(target_of("avx512_vbmi")), reason="this processor has no AVX-512 with VBMI"
+)
+EMULATOR = Path(__file__).with_name("emulated_amx.h")
 
 
-@needs_amx
+def emulated_amx() -> Target:
+    """Tiles in software, for processors without AMX."""
+    around, digest = target_of("avx512_vbmi"), hashlib.sha256(EMULATOR.read_bytes()).hexdigest()[:8]
+    return Target("amx_emulated", around.features, (*around.flags, f"-DEMULATOR_{digest}", "-include", str(EMULATOR)))
+
+
+@pytest.mark.parametrize(
+    "target",
+    [pytest.param(target_of("amx"), marks=needs_amx), pytest.param(emulated_amx(), marks=needs_vbmi)],
+    ids=lambda target: target.name,
+)
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, BOUND), (torch.bfloat16, 3e-3)])
 @pytest.mark.parametrize(("name", "rank", "heads"), [("tq4", 512, 128), ("tq3", 96, 15), ("turboquant25", 512, 17)])
 def test_amx_with_columns_that_fill_tiles_or_not(
-    name: str, rank: int, heads: int, dtype: torch.dtype, bound: float
+    name: str, rank: int, heads: int, dtype: torch.dtype, bound: float, target: Target
 ) -> None:
     codec = codec_of(name, rank, 64, 16)
-    error, lse = Batch(codec, ((300, 2), (129, 1), (7, 3)), heads, window=32).check(target_of("amx"), dtype)
+    error, lse = Batch(codec, ((300, 2), (129, 1), (7, 3)), heads, window=32).check(target, dtype)
     assert error < bound and lse < 2e-3, (error, lse)
 
 
