@@ -33,6 +33,7 @@ from packed_kv.kernels.cuda import latent_launch, latent_ring_launch, prefix_lau
 from packed_kv.kernels.cuda import launch as cuda
 from packed_kv.kernels.cuda.source import LATENT
 from packed_kv.kernels.precompile import Precompiler, current, wait_for, wait_for_all
+from packed_kv.kernels.served import TRITON, longest_of
 from packed_kv.kernels.triton.launch import Arguments, Launch
 from packed_kv.kernels.triton.merge import merge_tile
 from packed_kv.reference.attention import AttentionOptions
@@ -381,7 +382,7 @@ def test_steps_with_drafts_launch_what_was_compiled_and_fit_the_workspace(
     """Of the Triton kernel, for up to 40 requests: tiles of 8, 16 and 32 columns, with every number of splits."""
     codec = PagedCodec(FORMATS["tq4"], HEAD_DIM, device=DEVICE)
     layer = PairLayout(codec, 2 * group, 2, AttentionOptions(1.0), Limits(longest, max_requests=40))
-    kernel = TritonPairs(layer, rotation_of(layer))
+    kernel = TritonPairs(layer, rotation_of(layer), longest_of(TRITON, layer.asked()))
     kernel.splits.sm_count = 132
     taken: list[tuple[int, int]] = []
 

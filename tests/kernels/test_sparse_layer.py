@@ -218,6 +218,7 @@ def test_counts_of_picks(tokens: int) -> None:
 
 
 GATHERED = "Triton gathers picked latents to bf16 for FlashMLA, 1.3 to 1.7 times fp8_ds_mla's time on an H200"
+NO_WGMMA = "latents on compute capability 10.0 (only 9.0, for its wgmma)"
 
 
 @pytest.mark.parametrize(
@@ -225,7 +226,7 @@ GATHERED = "Triton gathers picked latents to bf16 for FlashMLA, 1.3 to 1.7 times
     [
         ("auto", (9, 0), "CUDA (picked latents, 16 query heads, 3 query tokens per request)"),
         ("triton", (9, 0), f"{GATHERED} (the CUDA kernel is disabled by decode_kernel=triton)"),
-        ("auto", (10, 0), f"{GATHERED} (the CUDA kernel does not support compute capability 10.0 (only 9.0))"),
+        ("auto", (10, 0), f"{GATHERED} (the CUDA kernel does not support {NO_WGMMA})"),
     ],
 )
 def test_one_line_names_the_kernel(
