@@ -23,13 +23,6 @@ constexpr int VECTOR_FLOATS = 4 * VECTOR_LANES;
 // Vectors that hold 4 lanes, and so 16 tokens of fp32.
 constexpr int PARTS = 4 / VECTOR_LANES;
 
-// Keeps a vector in a register: compilers fold a load into each of its uses, where loads are what is scarce.
-#ifdef __aarch64__
-#define KEEP(v) asm("" : "+w"(v))
-#else
-#define KEEP(v) asm("" : "+v"(v))
-#endif
-
 #if VECTOR_LANES == 4
 INLINE float horizontal_max(Floats v) { return _mm512_reduce_max_ps(v); }
 INLINE float horizontal_sum(Floats v) { return _mm512_reduce_add_ps(v); }
