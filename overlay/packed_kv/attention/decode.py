@@ -246,9 +246,9 @@ class CudaPairs(DecodeKernel[CudaPairStep, None]):
 
     def __init__(self, layer: PairLayout, rotation: QueryRotation, longest: int) -> None:
         limits, group = layer.limits, layer.query_heads // layer.kv_heads
-        self.layer = layer
+        self.layer, self.longest = layer, longest
         self.splits = PairWorkspace(layer, rotation, longest)
-        self.longest, generation = longest, self.splits.generation
+        generation = self.splits.generation
         self.shape, self.kind = self.splits.shape, self.splits.kind(by_cuda=True)
         self.bound: Launches = Launches()
         self.grid_inputs = grids.grid_inputs(layer.codec.layout, layer.kv_heads, self.splits.sm_count, generation)

@@ -95,6 +95,7 @@ class PackedLatents:
         self.supports_quant_query_input = False
         self.device = torch.get_default_device()
         self.config = get_current_vllm_config()
+        self.rope_bits = read_options(self.config.additional_config).latent_rope_bits
         self.calibration = find_calibration(self.config, FORMATS[self.kv_cache_dtype])
 
     def fused_output_quant_supported(self, quant_key: object) -> bool:
@@ -103,9 +104,8 @@ class PackedLatents:
     def fold(self, layer_name: str, layer: Any, kind: type[LatentCodec]) -> tuple[LatentCodec, FoldedWeights]:
         """Make the layer's codec, of this class, and fold its weights. Raises CalibrationError."""
         self.layer_name, fmt = layer_name, FORMATS[self.kv_cache_dtype]
-        rope_bits = read_options(self.config.additional_config).latent_rope_bits
         sizes = self.kv_lora_rank, self.qk_rope_head_dim
-        codec = kind(fmt, *sizes, self.device, self._channels(layer_name), rope_bits)
+        codec = kind(fmt, *sizes, self.device, self._channels(layer_name), self.rope_bits)
         self.weights = FoldedWeights(codec, layer)
         return codec, self.weights
 

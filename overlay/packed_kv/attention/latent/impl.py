@@ -23,7 +23,6 @@ from ...formats import FORMATS
 from ...kernels import served
 from ...refusals.facts import Facts, Latents, Parallel
 from ...refusals.table import refuse
-from ...settings.options import read_options
 from ...vllm_compat import has_own_queries
 from ...window.layer import add_window_layer, window_tokens_of_model
 from ..context_parallel import Ranks
@@ -52,10 +51,9 @@ class LatentAttentionImpl(PackedLatents, MLACommonImpl[LatentMetadata]):
         if self.device.type == "cpu":
             from ..cpu import compile_ahead
 
-            fmt, bits = FORMATS[self.kv_cache_dtype], read_options(self.config.additional_config).latent_rope_bits
-            asked = served.Latents(fmt, self.kv_lora_rank, self.qk_rope_head_dim, heads=1)
+            asked = served.Latents(FORMATS[self.kv_cache_dtype], self.kv_lora_rank, self.qk_rope_head_dim, heads=1)
             attends = self.config.model_config.dtype != torch.float32
-            compile_ahead(asked, attends=attends, rope_bits=bits)
+            compile_ahead(asked, attends=attends, rope_bits=self.rope_bits)
         self.window_tokens = window_tokens_of_model(self.config)
         self.ranks: Ranks | None = None
         """Ranks that split the layer's tokens, if any do."""
