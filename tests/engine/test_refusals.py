@@ -13,13 +13,14 @@ import torch
 import transformers
 from harness import engine
 from packed_kv.attention.impl import PackedAttentionImpl
-from packed_kv.engine import registration
+from packed_kv.engine import metrics, registration
 from packed_kv.engine.backend import backend_of
 from packed_kv.formats import FORMATS
+from packed_kv.kernels.served import Served
 from packed_kv.model import architectures
 from packed_kv.refusals import rules
-from packed_kv.refusals.facts import Facts
-from packed_kv.refusals.table import refusals_of
+from packed_kv.refusals.facts import Facts, Given
+from packed_kv.refusals.table import Refused, refusals_of
 from packed_kv.settings import facts
 from tiny_models import SMALL
 from transformers import PretrainedConfig
@@ -162,6 +163,17 @@ def test_block_size(demo_model: str, no_workers: None) -> None:
 def test_options_without_an_effect(option: str, value: object, demo_model: str, no_workers: None) -> None:
     line = refusal(demo_model, additional_config={"packed_kv": {option: value}})
     assert f"cannot serve packed_kv.{option}: {value}, " in line and line.endswith(f"; leave {option} out")
+
+
+def test_a_decode_kernel_that_does_not_serve_is_refused_before_an_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU, of which nothing is asked: what is planned stands for it."""
+    handler, lacks = registration.PackedDTypeHandler(), "the CUDA kernel does not support head size 256"
+    handler.name = "tq4"
+    monkeypatch.setattr(registration, "engine_facts", lambda _: Facts())
+    monkeypatch.setattr(registration, "given_facts", lambda _: Given(decode_kernel="cuda"))
+    monkeypatch.setattr(metrics, "planned_kernel", lambda _: Served("Triton", 1, lacks))
+    with pytest.raises(Refused, match=f"decode_kernel: cuda, and {lacks}; leave decode_kernel out$"):
+        handler.before_engine(SimpleNamespace())
 
 
 @pytest.mark.parametrize("has_latents", [False, True])
