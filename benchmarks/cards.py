@@ -241,7 +241,7 @@ def checked(up: str) -> str:
         assert card is not None, gpu
         other = replace(card, name="another card of this bandwidth")
         found: list[tuple[str, float]] = []
-        for rule, asked in {"as `plan` has it": card, "that of other cards": other}.items():
+        for rule, asked in {"as `plan` has it": card, "as for other cards": other}.items():
             before, found = found, list(differences(file, asked))
             if found == before:
                 continue

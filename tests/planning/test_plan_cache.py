@@ -36,7 +36,7 @@ def head_sizes(architecture: str) -> list[int]:
 
 @pytest.mark.parametrize(("architecture", "dtype", "tokens"), list(started_engines()))
 def test_kv_tokens_are_those_of_engines_on_an_h200(architecture: str, dtype: str, tokens: int) -> None:
-    """Of 64 MB, at a context of 4,096 in steps of 64 tokens, two at a time, without a prefix cache."""
+    """The cache is 64 MB, the context 4,096; steps have 64 tokens, two at a time; there is no prefix cache."""
     parsed = parse(MODELS[architecture], architecture)
     serving = cache.Serving(4096, None, in_flight_tokens=2 * 64, keeps_prefixes=False)
     planned = cache.capacity(parsed, dtype, serving, 64 << 20)

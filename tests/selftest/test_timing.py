@@ -1,4 +1,4 @@
-"""What the self-test times beside a packed dtype: bf16 and fp8 by vLLM's attention, and a copy; a GPU by stubs."""
+"""Times that the self-test takes beside a packed dtype's: bf16, fp8, and a copy. Stubs stand for a GPU."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def timed(monkeypatch: pytest.MonkeyPatch) -> timing.TimedBatch:
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """What FlashAttention is called with, in the version that is set."""
+    """Arguments that FlashAttention is called with, and the version that it says it is."""
     found: dict[str, Any] = {"version": 3}
     module = SimpleNamespace(
         get_flash_attn_version=lambda head_size: found["version"],

@@ -75,7 +75,7 @@ def test_bits_of_rope_that_pages_do_not_have(bits: object) -> None:
 
 
 HUGE = 10**5000
-"""Of more digits than Python writes."""
+"""A number of more digits than Python writes."""
 
 
 @pytest.mark.parametrize("tokens", [HUGE, -HUGE, [HUGE], 10**30, -1, "64", 64.0, True, None], ids=lambda _: "")

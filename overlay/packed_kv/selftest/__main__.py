@@ -1,9 +1,9 @@
 """The process of `packed-kv selftest` that loads vLLM: one line of JSON for each thing that happens.
 
-`{"machine": ...}` comes first, or `{"cannot": LINE}`; then `{"timed": ...}`, the layer and batch that are timed and
-what a copy moves, but not in a process that goes on behind another; `{"begin": [dtype, kernel]}` before anything of a
-row is made or launched, so that a process that dies names what it died of; `{"row": ...}` when the row is done,
-`{"end": rows}` last.
+`{"machine": ...}` comes first, or `{"cannot": LINE}`; `{"begin": [dtype, kernel]}` before anything of a row is made or
+launched, so that a process that dies names what it died of; `{"timed": ...}`, the layer and batch that are timed and
+what a copy moves, when all rows are made, but not in a process that goes on behind another; `{"row": ...}` when the row
+is done, `{"end": rows}` last.
 """
 
 from __future__ import annotations
