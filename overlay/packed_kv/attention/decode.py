@@ -281,7 +281,9 @@ class CudaPairs(DecodeKernel[CudaPairStep, None]):
 
     def _prepare(self, batch: DecodeBatch, prefixes: PrefixBatch | None) -> CudaPairStep:
         requests, query_len, schedule = len(batch.seq_lens), batch.max_query_len, None
-        grid = self.grid(requests, query_len) if requests else None
+        # A merge would fill rows of all tokens, of which only the device knows in a graph which are decodes.
+        is_final = prefixes is not None and prefixes.passes.has_prefix is not None
+        grid = self.grid(requests, query_len, is_final=is_final) if requests else None
         partial_shape = 0, self.layer.kv_heads, 1
         if grid is not None and grid.is_final:
             columns, passes = self._columns(query_len), grids.pass_count(self.shape.group, query_len)
@@ -357,10 +359,10 @@ class CudaPairs(DecodeKernel[CudaPairStep, None]):
 
         return self.splits.batches_to_compile(variant)
 
-    def grid(self, requests: int, query_len: int) -> grids.Grid:
-        """Return the kernel's grid."""
+    def grid(self, requests: int, query_len: int, *, is_final: bool = False) -> grids.Grid:
+        """Return the kernel's grid. `is_final`: whether it must be."""
         passes = grids.pass_count(self.shape.group, query_len)
-        return grids.grid(requests * passes, self.grid_inputs, self._columns(query_len))
+        return grids.grid(requests * passes, self.grid_inputs, self._columns(query_len), is_final=is_final)
 
     def _columns(self, query_len: int) -> int:
         return grids.column_count(self.shape.group, query_len)

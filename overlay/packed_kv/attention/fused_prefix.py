@@ -69,7 +69,7 @@ class FusedPrefix:
 
     def items(self, passes: PrefixPasses) -> int:
         """Return the work items of each KV head."""
-        return cuda_prefix.prefix_grid(len(passes.table), self.grid_inputs).items
+        return cuda_prefix.prefix_grid(len(passes.table), self.grid_inputs, passes.filled).items
 
     def prepare(
         self, batch: PrefixBatch, rotated: torch.Tensor, bias: torch.Tensor | None, memory: list[torch.Tensor]
@@ -82,7 +82,8 @@ class FusedPrefix:
             bias: of these, or None; see `RotateQueryLaunch`.
             memory: of `memory`.
         """
-        schedule, (partial, stats, output, lse) = self.schedules(batch.passes.table), memory
+        schedule = self.schedules(batch.passes.table, batch.passes.filled)
+        partial, stats, output, lse = memory
         tensors = (rotated, batch.block_table, batch.passes.table, schedule, partial, stats, bias, batch.ring, lse)
         return PrefixStep(
             OverPrefixes(batch.passes, output, lse), len(schedule), cuda_prefix.prefix_arguments(*tensors), tensors

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 
@@ -12,12 +12,14 @@ from ..reference.attention import AttentionOptions, RecentVectors, attend
 from ..reference.context_shard import UNSHARDED, ContextShard
 from ..window.step import WindowStep
 from .metadata import Batch, PackedMetadata
+from .mixed import most_passes
 from .passes import PrefixPasses, plan_passes, prefix_passes
-from .protocols import DecodeBatch, DecodeKernel, PrefillKernel, PrefixBatch
+from .protocols import DecodeBatch, DecodeKernel, NewTokens, PrefillKernel, PrefixBatch
 from .step import StepKey
 from .store import PairStore
 
 if TYPE_CHECKING:
+    from ..codecs.ring import Ring
     from .prefill import FlashPrefill
 
 
@@ -107,6 +109,16 @@ class PairKernels:
                     lse[rows] = row_lse
 
 
+class GraphStep(NamedTuple):
+    """A mixed step that a CUDA graph holds: the step of decodes and passes, `MixedTables.chunk_start`, and the steps of
+    the two writes: of pages and the decodes' rings, and behind attention of the chunks' rings, if there are any."""
+
+    decode: Any
+    chunk_start: torch.Tensor
+    store: Any
+    store_rest: Any
+
+
 class PairAttention:
     """Attention of a layer whose tokens are all in this rank's pages."""
 
@@ -116,6 +128,8 @@ class PairAttention:
     def forward(self, batch: Batch) -> None:
         """Store a batch, and attend to its decodes and to the other requests."""
         kernels, metadata, window = self.kernels, batch.metadata, batch.window
+        if metadata.is_mixed_graph:
+            return self._forward_in_graph(batch)
         decodes = kernels.count_decodes(metadata, batch.query.dtype)
         passes, decode_step = kernels.find_passes(batch, decodes), None
         if decodes or passes is not None:
@@ -146,3 +160,42 @@ class PairAttention:
                 cast("FlashPrefill", kernels.prefill).attend(batch, decodes, ring, over_prefixes)
         if batch.key is not None:
             kernels.store.store_rest(batch, decodes)
+
+    def _forward_in_graph(self, batch: Batch) -> None:
+        """Launch a step for any batch of up to so many requests and tokens: all that differs is read on the device."""
+        kernels, metadata, window = self.kernels, batch.metadata, batch.window
+        decode, prefill, store = kernels.decode, cast("FlashPrefill", kernels.prefill), kernels.store
+        assert decode is not None
+        ring = window.ring(0, len(metadata.seq_lens)) if window else None
+        key = StepKey("mixed graph", decode.kind, window=window.metadata if window else None)
+        step = metadata.steps.get(key, lambda: self._prepare_graph(batch, ring))
+        store.write_in_graph(step.store, batch)
+        decode.attend(step.decode, batch.cache, (batch.query,), ring, batch.output)
+        over_prefixes = decode.attend_prefixes(step.decode, batch.cache, ring)
+        prefill.attend_in_graph(batch, step.chunk_start, over_prefixes)
+        if step.store_rest is not None:
+            store.write_in_graph(step.store_rest, batch)
+
+    def _prepare_graph(self, batch: Batch, ring: Ring | None) -> GraphStep:
+        """Return the launches of `_forward_in_graph`, and launch the kernel that fills their tables."""
+        from ..kernels.triton.mixed_plan import MixedTables, plan_mixed
+
+        metadata, window, decode, store = batch.metadata, batch.window, self.kernels.decode, self.kernels.store.kernel
+        assert decode is not None and decode.pass_limits is not None
+        requests, tokens, longest = len(metadata.seq_lens), metadata.num_actual_tokens, metadata.decode_query_len
+        pass_tokens = decode.pass_limits.tokens
+        count = most_passes(tokens, requests, longest, pass_tokens)
+        tables = MixedTables.empty(requests, tokens, count, has_ring=window is not None, device=batch.query.device)
+        slots = window.metadata.slots[:tokens] if window else None
+        plan_mixed(tables, metadata.query_start_loc, metadata.seq_lens, slots, longest, pass_tokens)
+        positions, pages = metadata.positions[:tokens], metadata.slot_mapping[:tokens]
+        lists = metadata.block_table[:requests], tables.decode_start, tables.decode_lens
+        passes = PrefixPasses.of_graph(tables.passes, tables.has_prefix, pass_tokens)
+        prepared = decode.prepare_with_prefixes(
+            DecodeBatch(*lists, tokens, longest, positions, ring),
+            PrefixBatch(passes, metadata.block_table, batch.query.dtype, ring),
+        )
+        new, rest = NewTokens(pages, positions, tables.decode_slots if window else None, prepared), None
+        if window:
+            rest = store.prepare(NewTokens(pages, positions, tables.chunk_slots, only_ring=True))
+        return GraphStep(prepared, tables.chunk_start, store.prepare(new), rest)

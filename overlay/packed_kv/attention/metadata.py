@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
-from vllm.config import VllmConfig, get_layers_from_vllm_config
+from vllm.config import VllmConfig
 from vllm.logger import init_logger
-from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.v1.attention.backend import (
     AttentionCGSupport,
     AttentionMetadata,
@@ -25,6 +24,7 @@ from ..reference.context_shard import UNSHARDED, ContextShard
 from ..refusals.facts import Attention, Facts
 from ..refusals.table import refuse
 from .limits import engine_of, longest_decode, shard_of
+from .mixed import mixed_shapes, packed_layers
 from .step import StepCache, StepKey
 
 if TYPE_CHECKING:
@@ -47,6 +47,8 @@ class PackedMetadata(AttentionMetadata):
     `shard` says which of these tokens are in this rank's pages, and `stored_lens`, int32 [requests] on the device, how
     many (`seq_lens` where there is one rank); of the others, `slot_mapping` is -1. `lse`, fp32, is memory for a number
     of each token and query head of all ranks; None where there is one rank.
+    With `is_mixed_graph`, a CUDA graph is captured that any batch of up to so many requests and tokens will replay:
+    then no entry of the host's lists counts, and `decode_query_len` is the most of a decode.
     """
 
     num_actual_tokens: int
@@ -64,6 +66,7 @@ class PackedMetadata(AttentionMetadata):
     shard: ContextShard = UNSHARDED
     lse: torch.Tensor | None = None
     steps: StepCache = field(default_factory=StepCache)
+    is_mixed_graph: bool = False
 
     def has_new_prompts(self, first: int) -> bool:
         """Return whether all requests from `first` on are new: nothing of them is in the cache before this batch."""
@@ -124,7 +127,7 @@ class PackedMetadataBuilder(AttentionMetadataBuilder[PackedMetadata]):
         self.lse: torch.Tensor | None = None
         if self.shard != UNSHARDED:  # not allocated in a step: a CUDA graph outlives those before its capture
             self.stored_lens = torch.zeros(largest, dtype=torch.int32, device=device)
-            heads = max(impl.num_heads * self.shard.ranks for impl in _packed_layers(vllm_config))
+            heads = max(impl.num_heads * self.shard.ranks for impl in packed_layers(vllm_config))
             self.lse = torch.empty(largest * heads, dtype=torch.float32, device=device)
 
     @classmethod
@@ -133,6 +136,36 @@ class PackedMetadataBuilder(AttentionMetadataBuilder[PackedMetadata]):
         if _fused_serves(vllm_config, kv_cache_spec, longest_decode(vllm_config)):
             return AttentionCGSupport.UNIFORM_BATCH
         return AttentionCGSupport.NEVER
+
+    @classmethod
+    def get_mixed_cudagraph_shapes(
+        cls, vllm_config: VllmConfig, kv_cache_spec: AttentionSpec
+    ) -> list[tuple[int, int]] | None:
+        """Return tokens and requests of CUDA graphs for steps with prompts; None: there are none. The patched model
+        runner asks, before it captures."""
+        dtype, (shapes, reason) = vllm_config.cache_config.cache_dtype, mixed_shapes(vllm_config)
+        if shapes:
+            logger.info_once(
+                "KV cache dtype %s: steps with prompts, of up to %d tokens, run as whole CUDA graphs (%d of them; "
+                "packed_kv.mixed_graphs=false leaves them out)",
+                dtype, max(shapes)[0], len(shapes), scope="local",
+            )  # fmt: skip
+        else:
+            logger.info_once(
+                "KV cache dtype %s: steps with prompts run as CUDA graphs piece by piece: %s",
+                dtype,
+                reason,
+                scope="local",
+            )
+        return shapes or None
+
+    def build_for_cudagraph_capture(self, common_attn_metadata: CommonAttentionMetadata) -> PackedMetadata:
+        """Return metadata to capture a graph with: of decodes, or, where one request may have all tokens, of a mixed
+        step."""
+        metadata, longest = self.build(0, common_attn_metadata), self.reorder_batch_threshold or 1
+        if common_attn_metadata.max_query_len <= longest:
+            return metadata
+        return replace(metadata, is_mixed_graph=True, decode_query_len=longest)
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
@@ -209,13 +242,7 @@ def _longest_fused(vllm_config: VllmConfig) -> tuple[int, int]:
     (Step-3.5), and the CUDA kernel does not serve them."""
     engine = engine_of(vllm_config)._replace(is_fp32=False)
     limits = []
-    for impl in _packed_layers(vllm_config):
+    for impl in packed_layers(vllm_config):
         of_layer = engine._replace(longest_decode=impl.longest_decode, requests=impl.max_requests)
         limits.append((who_serves(of_layer, impl.asked()).longest, impl.group))
     return min(limits)
-
-
-def _packed_layers(vllm_config: VllmConfig) -> list[Any]:
-    """The implementations of their attention."""
-    layers = get_layers_from_vllm_config(vllm_config, AttentionLayerBase).values()
-    return [layer.impl for layer in layers if getattr(layer, "kv_cache_dtype", None) in FORMATS]

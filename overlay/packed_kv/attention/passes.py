@@ -37,11 +37,22 @@ class PrefixPass(NamedTuple):
 @dataclass(frozen=True)
 class PrefixPasses:
     """Passes of a step. `table`: int32 [passes, 4] on the device, a `PrefixPass` each. `requests`: of the batch, whose
-    prefixes they are. `runs`: rows of the batch that neighbours among these have. `rows`: those up to the last."""
+    prefixes they are. `runs`: rows of the batch that neighbours among these have. `rows`: those up to the last.
+
+    Of a CUDA graph, whose table the device fills anew in each replay, `has_prefix`, int32 [rows], is 1 for rows of
+    passes, `runs` are all rows, and `filled` is the number of passes that a step of one long chunk has."""
 
     table: torch.Tensor
     requests: frozenset[int]
     runs: tuple[slice, ...]
+    has_prefix: torch.Tensor | None = None
+    filled: int = 0
+
+    @classmethod
+    def of_graph(cls, table: torch.Tensor, has_prefix: torch.Tensor, pass_tokens: int) -> PrefixPasses:
+        """Return the passes of a table that the device fills."""
+        rows = len(has_prefix)
+        return cls(table, frozenset(), (slice(0, rows),), has_prefix, -(-rows // pass_tokens))
 
     @property
     def rows(self) -> int:

@@ -154,6 +154,25 @@ class FlashPrefill(PrefillKernel["Batch"]):
             launch = self.bound.get("sinks", binding_key, lambda: SinksLaunch(output, sinks))
             launch.apply(output, lse)
 
+    def attend_in_graph(self, batch: Batch, chunk_start: torch.Tensor, over_prefixes: OverPrefixes) -> None:
+        """Fill `batch.output` for the chunks of a step whose batch only the device knows; other rows stay.
+
+        Args:
+            batch: of a layer with K and V of its own.
+            chunk_start: int32 [requests + 1], see `MixedTables`.
+            over_prefixes: of all chunks behind a prefix.
+        """
+        assert batch.key is not None and batch.value is not None and not self.pads and self.options.sinks is None
+        tokens = batch.metadata.num_actual_tokens
+        query, key, value, output = (x[:tokens] for x in (batch.query, batch.key, batch.value, batch.output))
+        _, lse = self.flash_attention.function(
+            query, key, value, cu_seqlens_q=chunk_start, cu_seqlens_k=chunk_start, max_seqlen_q=tokens,
+            max_seqlen_k=tokens, softmax_scale=self.options.scale, causal=True, window_size=[-1, 0],
+            softcap=self.options.logits_soft_cap or 0.0, return_softmax_lse=True, out=output, num_splits=1,
+        )  # fmt: skip
+        part, has_prefix = over_prefixes.output, over_prefixes.passes.has_prefix
+        self._combine(output, part.shape[2], are_all=False).combine(output, lse, part, over_prefixes.lse.T, has_prefix)
+
     def attend_shard(self, batch: Batch, first: int, lse: torch.Tensor) -> None:
         """Attention of the requests from `first` on over what this rank has of their prefixes.
 
@@ -225,10 +244,10 @@ class FlashPrefill(PrefillKernel["Batch"]):
         rows = slice(batch.metadata.query_starts[first], batch.metadata.num_actual_tokens)
         return batch.query[rows], batch.output[rows]
 
-    def _combine(self, output: torch.Tensor, part_dim: int) -> CombineLaunch:
+    def _combine(self, output: torch.Tensor, part_dim: int, *, are_all: bool = True) -> CombineLaunch:
         binding_key = (output.shape[1], output.stride(), output.dtype)
-        name = ("combine", output.shape[1], part_dim)
-        return self.bound.get(name, binding_key, lambda: CombineLaunch(output, part_dim))
+        name = ("combine", output.shape[1], part_dim, are_all)
+        return self.bound.get(name, binding_key, lambda: CombineLaunch(output, part_dim, are_all=are_all))
 
     def reserve(self, dtype: torch.dtype) -> None:
         self.take(dtype)

@@ -49,6 +49,12 @@ class PairStore:
         ring = window.layer.kv_cache if window and in_ring else None
         self.kernel.write(step, batch.cache, batch.key, batch.value, ring, batch.query)
 
+    def write_in_graph(self, step: Any, batch: Batch) -> None:
+        """Write what `step`, of `kernel.prepare`, has of the batch, for a step whose batch only the device knows."""
+        assert batch.key is not None and batch.value is not None
+        ring = batch.window.layer.kv_cache if batch.window else None
+        self.kernel.write(step, batch.cache, batch.key, batch.value, ring, batch.query)
+
     def store_rest(self, batch: Batch, first: int) -> None:
         """Write the tokens of the requests from `first` on into their rings, unless `store` has."""
         metadata, window = batch.metadata, batch.window

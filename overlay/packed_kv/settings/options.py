@@ -18,6 +18,7 @@ KEYS = {
     "recent_tokens": "N",
     "decode_kernel": '"auto", "triton" or "cuda"',
     "latent_rope_bits": " or ".join(map(str, ROPE_BITS)),
+    "mixed_graphs": "true or false",
 }
 """Keys of the options, with their values in words."""
 DECODE_KERNELS = ("auto", "triton", "cuda")
@@ -40,12 +41,14 @@ class Options:
     """`calibration`: the file to use, or None: that of the model's folder. `recent_tokens`: tokens of the recent
     window, 0: none, or None: not said. `decode_kernel`: "triton"; "auto": the CUDA kernel where it serves and
     was seen to run; or "cuda": no engine without it.
-    `latent_rope_bits`: of RoPE channels beside latents (MLA), of `ROPE_BITS`."""
+    `latent_rope_bits`: of RoPE channels beside latents (MLA), of `ROPE_BITS`. `mixed_graphs`: whether steps with
+    prompts may run as whole CUDA graphs."""
 
     calibration: Path | None = None
     recent_tokens: int | None = None
     decode_kernel: str = "auto"
     latent_rope_bits: int = ROPE_BITS[0]
+    mixed_graphs: bool = True
 
 
 def read_options(additional_config: object) -> Options:
@@ -86,7 +89,12 @@ def read_options(additional_config: object) -> Options:
     if type(rope_bits) is not int or rope_bits not in ROPE_BITS:
         said = f"--additional-config: packed_kv.latent_rope_bits is {_shown(rope_bits)}"
         raise OptionError(f"{said}; write {KEYS['latent_rope_bits']}")
-    return Options(Path(os.path.expanduser(path)) if isinstance(path, str) else None, recent, kernel, rope_bits)
+    mixed_graphs = options.get("mixed_graphs", True)
+    if type(mixed_graphs) is not bool:
+        said = f"--additional-config: packed_kv.mixed_graphs is {_shown(mixed_graphs)}"
+        raise OptionError(f"{said}; write {KEYS['mixed_graphs']}")
+    file = Path(os.path.expanduser(path)) if isinstance(path, str) else None
+    return Options(file, recent, kernel, rope_bits, mixed_graphs)
 
 
 def given_options(additional_config: object) -> dict[str, Any]:

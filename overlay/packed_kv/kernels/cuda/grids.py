@@ -101,14 +101,14 @@ def block_kind(requests: int, inputs: GridInputs, columns: int) -> BlockKind:
     return few if requests <= 2 * few.resident(inputs) else many
 
 
-def grid(requests: int, inputs: GridInputs, columns: int) -> Grid:
-    """Return the grid for a number of requests, each counted once per pass.
+def grid(requests: int, inputs: GridInputs, columns: int, *, is_final: bool = False) -> Grid:
+    """Return the grid for a number of requests, each counted once per pass. `is_final`: whether it must be.
 
     It depends on no sequence length, so a CUDA graph can hold it.
     """
     kind, pairs = block_kind(requests, inputs, columns), requests * inputs.kv_heads
     blocks = inputs.sm_count * kind.warps_per_sm // kind.warps
-    if blocks // pairs <= MAX_FINAL_BLOCKS:
+    if is_final or blocks // pairs <= MAX_FINAL_BLOCKS:
         return Grid(kind.warps, item_count(requests, kind.resident(inputs)), True)
     if columns <= NARROW:
         return Grid(1, min(MAX_SPLITS, blocks * kind.warps // pairs), False)

@@ -15,7 +15,7 @@ from ...codecs.ring import Ring
 from ...layout import PageLayout
 from ..checks import check_int32
 from . import COLUMNS
-from .grids import BlockKind, GridInputs, block_kind, block_kinds, make_schedulers
+from .grids import BlockKind, GridInputs, block_kind, block_kinds
 from .kernel import Compilation, CudaKernel
 from .launch import (
     CALL_ARGUMENTS,
@@ -26,7 +26,7 @@ from .launch import (
     source_of,
     step_arguments,
 )
-from .schedule import item_count
+from .schedule import Scheduler, item_count
 
 PASS_WORDS = 4
 """Words of a pass in a table: request, first query token, query tokens and tokens of the prefix."""
@@ -54,10 +54,11 @@ class PrefixGrid(NamedTuple):
     kind: BlockKind
 
 
-def prefix_grid(passes: int, inputs: GridInputs) -> PrefixGrid:
+def prefix_grid(passes: int, inputs: GridInputs, filled: int = 0) -> PrefixGrid:
     """Return the grid for a table of so many passes. Its blocks write the output, however few they are: a prefix is cut
-    into up to 32 parts, and another launch would merge them."""
-    kind = block_kind(passes, inputs, COLUMNS)
+    into up to 32 parts, and another launch would merge them. `filled`: passes that are expected to have query tokens;
+    0: all."""
+    kind = block_kind(filled or passes, inputs, COLUMNS)
     return PrefixGrid(item_count(passes, kind.resident(inputs)), kind)
 
 
@@ -67,7 +68,10 @@ class PrefixSchedules:
 
     def __init__(self, passes: int, inputs: GridInputs, device: torch.device, thirds: int = THIRDS) -> None:
         self.inputs = inputs
-        self.schedulers = make_schedulers(passes, inputs, {COLUMNS: 1}, device, thirds)
+        self.schedulers = {
+            kind: Scheduler(passes, kind.resident(inputs), kind.warps, device, stream_k=kind.stream_k, thirds=thirds)
+            for kind in block_kinds(inputs, COLUMNS)
+        }
         self.items = max(item_count(passes, kind.resident(inputs)) for kind in block_kinds(inputs, COLUMNS))
         """The most work items of a KV head."""
         self.counters = torch.zeros(self.items * inputs.kv_heads, dtype=torch.int32, device=device)
@@ -77,12 +81,12 @@ class PrefixSchedules:
         for scheduler in self.schedulers.values():
             scheduler(torch.zeros(1, dtype=torch.int32, device=self.counters.device))
 
-    def __call__(self, table: torch.Tensor) -> torch.Tensor:
+    def __call__(self, table: torch.Tensor, filled: int = 0) -> torch.Tensor:
         """Return the schedule of a table, int32 [items, 4]. The next call overwrites it.
 
-        table: int32 [passes, PASS_WORDS].
+        table: int32 [passes, PASS_WORDS]. filled: see `prefix_grid`.
         """
-        return self.schedulers[prefix_grid(len(table), self.inputs).kind](table[:, 3])
+        return self.schedulers[prefix_grid(len(table), self.inputs, filled).kind](table[:, 3])
 
 
 def prefix_arguments(

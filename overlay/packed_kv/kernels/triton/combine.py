@@ -19,19 +19,21 @@ SHARE_ELEMENTS = 8192
 
 @triton.jit(
     do_not_specialize=["lse_stride", "part_lse_head_stride", "part_lse_token_stride"],
-    do_not_specialize_on_alignment=["lse", "part_lse"],
+    do_not_specialize_on_alignment=["lse", "part_lse", "has_part"],
 )
 def _combine_kernel(
-    output, lse, part_lse, part, lse_stride, part_lse_head_stride, part_lse_token_stride, output_token_stride,
-    output_head_stride,
-    PART_DIM: tl.constexpr, HEADS: tl.constexpr, PADDED_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
-    PADDED_DIM: tl.constexpr,
+    output, lse, part_lse, part, has_part, lse_stride, part_lse_head_stride, part_lse_token_stride,
+    output_token_stride, output_head_stride,
+    ARE_ALL: tl.constexpr, PART_DIM: tl.constexpr, HEADS: tl.constexpr, PADDED_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr,
 ):  # fmt: skip
     """Grid: tokens. `output` [tokens, HEADS, HEAD_DIM] and `part` [tokens, HEADS, PART_DIM], fp16, bf16 or fp32; `lse`
-    and `part_lse` fp32 [HEADS, tokens]."""
+    and `part_lse` fp32 [HEADS, tokens]; `has_part` int32 [tokens], 0 where a row stays as it is, unless ARE_ALL."""
     token = tl.program_id(0).to(tl.int64)
     head, channel = tl.arange(0, PADDED_HEADS), tl.arange(0, PADDED_DIM)
     there = head < HEADS
+    if not ARE_ALL:
+        there &= tl.load(has_part + token) != 0
     a = tl.load(lse + head * lse_stride + token, mask=there, other=0.0)
     b = tl.load(part_lse + head * part_lse_head_stride + token * part_lse_token_stride, mask=there, other=0.0)
     b = tl.where(b == float("inf"), float("-inf"), b)  # FlashAttention 2 of no keys
@@ -57,13 +59,16 @@ def _shape(output: torch.Tensor) -> dict[str, int]:
 
 class CombineLaunch(Launch):
     """Adds the attention over further keys to that over some, for outputs of the dtype and strides of `output` and
-    parts [tokens, query heads, part_dim]."""
+    parts [tokens, query heads, part_dim]. `are_all`: whether all rows have a part."""
 
-    def __init__(self, output: torch.Tensor, part_dim: int) -> None:
-        constants = dict(PART_DIM=part_dim, **_shape(output))
+    def __init__(self, output: torch.Tensor, part_dim: int, *, are_all: bool = True) -> None:
+        constants = dict(ARE_ALL=are_all, PART_DIM=part_dim, **_shape(output))
         super().__init__(_combine_kernel, Arguments(*output.stride()[:2]), constants, num_warps=4)
 
-    def combine(self, output: torch.Tensor, lse: torch.Tensor, part: torch.Tensor, part_lse: torch.Tensor) -> None:
+    def combine(
+        self, output: torch.Tensor, lse: torch.Tensor, part: torch.Tensor, part_lse: torch.Tensor,
+        has_part: torch.Tensor | None = None,
+    ) -> None:  # fmt: skip
         """Add `part` to `output`, and to `lse`, in place, by their log-sum-exps.
 
         Args:
@@ -72,9 +77,12 @@ class CombineLaunch(Launch):
             part: [tokens, query heads, head_dim or more], contiguous; channels beyond the output's are not looked at.
             part_lse: fp32 [query heads, tokens] of any strides; infinite (of either sign) where a row saw
                 none of the further keys.
+            has_part: int32 [tokens], 0 where a row has no part: then it stays as it is, whatever is there. None: all
+                rows have one; as the constructor was told.
         """
         assert lse.stride(1) == 1 and part.is_contiguous(), (lse.stride(), part.stride())
-        arguments = Arguments(part, lse.stride(0), *part_lse.stride())
+        assert self.constants["ARE_ALL"] == (has_part is None)
+        arguments = Arguments(part, lse if has_part is None else has_part, lse.stride(0), *part_lse.stride())
         self((len(part), 1, 1), (output, lse, part_lse), arguments)
 
 

@@ -1,0 +1,83 @@
+"""Steps with prompts that run as whole CUDA graphs: of which sizes, and where they do not."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from vllm.config import get_layers_from_vllm_config
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+
+from ..formats import FORMATS
+from ..settings.options import read_options
+from .limits import longest_decode
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+    from .passes import PassLimits
+
+TOKENS = (32, 64, 96, 128, 160, 192, 256, 320, 384, 512, 576, 640, 768, 1024)
+"""Tokens of the graphs. Longer steps wait for the GPU, not for the host."""
+REQUESTS = (16, 72, 256)
+"""Requests of the graphs of a number of tokens: grids have a block for each request and KV head, needed or not."""
+
+
+def most_passes(tokens: int, requests: int, longest: int, pass_tokens: int) -> int:
+    """Return the most passes over prefixes of a batch of up to so many tokens and requests, whose decodes have up to
+    `longest` tokens: the last pass of each chunk may have one row alone."""
+    chunks = min(requests, tokens // (longest + 1))
+    return (tokens + chunks * (pass_tokens - 1)) // pass_tokens
+
+
+def mixed_shapes(config: VllmConfig) -> tuple[list[tuple[int, int]], str]:
+    """Return tokens and requests of an engine's graphs of steps with prompts, or none, and the reason in words."""
+    layers = packed_layers(config)
+    if reason := _lacks(config, layers):
+        return [], reason
+    scheduler, compilation, longest = config.scheduler_config, config.compilation_config, longest_decode(config)
+    most, limits = scheduler.max_num_batched_tokens, layers[0].attention.kernels.decode.pass_limits
+    if len(layers) < sum(hasattr(layer, "impl") for layer in _attention_layers(config)):
+        # vLLM's FlashAttention, which serves skipped layers, bounds its splits up to here alone.
+        most = min(most, compilation.max_cudagraph_capture_size or 0)
+    found = set()
+    for tokens in TOKENS:
+        if longest < tokens <= min(most, limits.rows):
+            for requests in REQUESTS:
+                count = min(requests, tokens, scheduler.max_num_seqs, _most_requests(tokens, longest, limits))
+                found.add((tokens, count))
+    return sorted(found), "" if found else f"max_num_batched_tokens is {scheduler.max_num_batched_tokens}"
+
+
+def _most_requests(tokens: int, longest: int, limits: PassLimits) -> int:
+    """Return for how many requests the kernel has passes enough."""
+    fitting = (n for n in range(tokens, 1, -1) if most_passes(tokens, n, longest, limits.tokens) <= limits.total)
+    return next(fitting, 1)
+
+
+def _lacks(config: VllmConfig, layers: list[Any]) -> str:
+    """Return why no step with prompts can be a whole graph, or ""."""
+    speculative = config.speculative_config
+    if not read_options(config.additional_config).mixed_graphs:
+        return "packed_kv.mixed_graphs is false"
+    if config.lora_config is not None:
+        return "an engine with LoRA would have them once for each number of adapters"
+    if speculative is not None and speculative.uses_draft_model():
+        return "a draft model lengthens its decodes"
+    kernels = [layer.attention.kernels for layer in layers if layer.attention is not None]
+    tokens = {made.decode.pass_limits and made.decode.pass_limits.tokens for made in kernels if made.decode is not None}
+    if not tokens or None in tokens:
+        return "the CUDA kernel of 64 columns does not serve all layers"
+    if len(tokens) > 1:
+        return "layers differ in their query heads per KV head"
+    if any(layer.kv_sharing_target_layer_name is not None for layer in layers):
+        return "layers share caches"
+    return "" if all(made.prefill is not None for made in kernels) else "no FlashAttention serves the prompts"
+
+
+def _attention_layers(config: VllmConfig) -> list[Any]:
+    return list(get_layers_from_vllm_config(config, AttentionLayerBase).values())
+
+
+def packed_layers(config: VllmConfig) -> list[Any]:
+    """Return the implementations of attention of an engine's packed layers."""
+    return [layer.impl for layer in _attention_layers(config) if getattr(layer, "kv_cache_dtype", None) in FORMATS]
