@@ -218,6 +218,7 @@ RUNNER: dict[str, Any] = {
     "pcp_manager": None,
     "adaptive_verification": None,
     "cache_config.kv_sharing_fast_prefill": False,
+    "supports_mm_inputs": False,
     "cudagraph_mode": BOTH,
     "support": AttentionCGSupport.ALWAYS,
 }
@@ -232,11 +233,12 @@ RUNNER: dict[str, Any] = {
         ({"pcp_manager": object()}, False),
         ({"adaptive_verification": object()}, False),
         ({"cache_config.kv_sharing_fast_prefill": True}, False),
+        ({"supports_mm_inputs": True}, False),
         ({"support": AttentionCGSupport.UNIFORM_BATCH}, False),
         *(({"cudagraph_mode": mode}, False) for mode in CUDAGraphMode if mode is not BOTH),
     ],
 )
-def test_runner_asks_where_a_batch_is_what_its_own_scheduler_says(changed: dict[str, Any], expected: bool) -> None:
+def test_runner_asks_only_where_whole_graphs_replay(changed: dict[str, Any], expected: bool) -> None:
     """The runner's condition, taken from its source: a whole runner needs a GPU."""
     [asks] = [
         node
