@@ -36,7 +36,7 @@ def test_each_test_passes(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(tmp_path)]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-4000:]
-    assert "23 passed" in done.stdout
+    assert "27 passed" in done.stdout
 
 
 def test_each_patch_has_its_text() -> None:
