@@ -255,10 +255,13 @@ def test_runner_asks_only_where_whole_graphs_replay(changed: dict[str, Any], exp
     assert eval(ast.unparse(asks.test), vars(model_runner), names) is expected
 
 
-def test_drafts_get_none() -> None:
-    """Only the target model's manager is made with shapes."""
+def test_only_the_target_model_is_given_shapes() -> None:
     folder = Path(inspect.getfile(model_runner)).parent
-    assert [p.name for p in sorted(folder.rglob("*.py")) if "mixed_shapes" in p.read_text()] == [
-        "cudagraph_utils.py",
-        "model_runner.py",
+    files = [path.name for path in sorted(folder.rglob("*.py")) if "mixed_shapes" in path.read_text()]
+    assert files == ["cudagraph_utils.py", "model_runner.py"]
+    [call] = [
+        node
+        for node in ast.walk(ast.parse(inspect.getsource(model_runner)))
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "ModelCudaGraphManager"
     ]
+    assert "mixed_shapes=mixed_shapes" in [ast.unparse(keyword) for keyword in call.keywords]
