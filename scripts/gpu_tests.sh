@@ -53,7 +53,7 @@ memcheck_cases=(
     "tests/kernels/test_merge_lse.py::test_lse[{'seq_lens': (0, 37, 1700), 'kernel': 'cuda', 'splits': Grid(warps=2, blocks=3, is_final=True)}]"
 )
 
-engine_tests=(tests/engine/test_{on_cuda,latent_on_cuda,hybrids,drafts,capacity,images}.py)
+engine_tests=(tests/engine/test_{on_cuda,mixed_on_cuda,latent_on_cuda,hybrids,drafts,capacity,images}.py)
 picked_tests=(tests/engine/test_{sparse,hy4,kimi}_on_cuda.py)
 sleep_tests=tests/engine/test_sleep_on_cuda.py # alone on the card: they read how much of its memory is free
 

@@ -22,6 +22,10 @@ REQUESTS = (16, 72, 256)
 """Requests of the graphs of a number of tokens: grids have a block for each request and KV head, needed or not."""
 
 
+DRAFTERS = ("ngram", "ngram_gpu", "suffix")
+"""Methods of drafting without layers."""
+
+
 def most_passes(tokens: int, requests: int, longest: int, pass_tokens: int) -> int:
     """Return the most passes over prefixes of a batch of up to so many tokens and requests, whose decodes have up to
     `longest` tokens: the last pass of each chunk may have one row alone."""
@@ -61,8 +65,10 @@ def _lacks(config: VllmConfig, layers: list[Any]) -> str:
         return "packed_kv.mixed_graphs is false"
     if config.lora_config is not None:
         return "an engine with LoRA would have them once for each number of adapters"
-    if speculative is not None and speculative.uses_draft_model():
-        return "a draft model lengthens its decodes"
+    if speculative is not None and speculative.method not in DRAFTERS:
+        return f"layers of drafts ({speculative.method}) run outside of graphs with the steps' metadata"
+    if config.parallel_config.pipeline_parallel_size > 1:
+        return "stages of a pipeline would have to agree on the graphs"
     kernels = [layer.attention.kernels for layer in layers if layer.attention is not None]
     tokens = {made.decode.pass_limits and made.decode.pass_limits.tokens for made in kernels if made.decode is not None}
     if not tokens or None in tokens:
