@@ -82,7 +82,7 @@ async def measure_engines(dtype: str, model: str, options: argparse.Namespace) -
     from vllm import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    for at_once in options.max_num_seqs or [options.concurrency]:
+    for number, at_once in enumerate(options.max_num_seqs or [options.concurrency]):
         engine = AsyncLLM.from_engine_args(
             AsyncEngineArgs(
                 model, kv_cache_dtype=dtype, load_format="dummy", skip_tokenizer_init=True, seed=0,
@@ -93,7 +93,7 @@ async def measure_engines(dtype: str, model: str, options: argparse.Namespace) -
             )
         )  # fmt: skip
         try:
-            if options.together and not workers.wait_for_device():
+            if options.together and number == 0 and not workers.wait_for_device():
                 return
             workers.emit(
                 "async.csv",
