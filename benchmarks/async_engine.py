@@ -12,10 +12,10 @@ from __future__ import annotations
 import argparse
 import asyncio
 import random
-import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import rows
@@ -73,27 +73,33 @@ async def load(engine: Any, options: argparse.Namespace) -> dict[str, str]:
     seconds = time.perf_counter() - started
     figures = {}
     for name, values in zip(("ttft", "tpot"), zip(*times, strict=True), strict=True):
-        cuts = statistics.quantiles(values, n=100, method="inclusive")
-        figures |= {f"p{p}_{name}_ms": f"{cuts[p - 1] * 1e3:.2f}" for p in (50, 99)}
+        figures |= {f"p{p}_{name}_ms": f"{rows.percentile(values, p) * 1e3:.2f}" for p in (50, 99)}
     return {**figures, "output_tokens_s": f"{len(tasks) * options.output / seconds:.1f}"}
 
 
-async def measure_engines(dtype: str, model: str, options: argparse.Namespace) -> None:
+def start(model: str, dtype: str, options: argparse.Namespace, loggers: Sequence[Any] = (), **more: Any) -> Any:
+    """An `AsyncLLM` with dummy weights and the `kv_cache_memory` of the options; `loggers`: what makes loggers of its
+    statistics. `more`: arguments of `AsyncEngineArgs`."""
     from vllm import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    for at_once in options.max_num_seqs or [options.concurrency]:
-        engine = AsyncLLM.from_engine_args(
-            AsyncEngineArgs(
-                model, kv_cache_dtype=dtype, load_format="dummy", skip_tokenizer_init=True, seed=0,
-                enable_prefix_caching=False, max_model_len=options.input + options.output + 64,
-                max_num_batched_tokens=8192, max_num_seqs=at_once, kv_cache_memory_bytes=int(options.kv_cache_memory),
-                gpu_memory_utilization=0.1 if options.together else 0.9, disable_log_stats=True,
-                compilation_config={"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"},
-            )
+    arguments = AsyncEngineArgs(
+        model, kv_cache_dtype=dtype, load_format="dummy", skip_tokenizer_init=True, seed=0,
+        kv_cache_memory_bytes=int(options.kv_cache_memory),
+        gpu_memory_utilization=0.1 if options.together else 0.9, **more,
+    )  # fmt: skip
+    return AsyncLLM.from_engine_args(arguments, stat_loggers=[*loggers])
+
+
+async def measure_engines(dtype: str, model: str, options: argparse.Namespace) -> None:
+    for number, at_once in enumerate(options.max_num_seqs or [options.concurrency]):
+        engine = start(
+            model, dtype, options, enable_prefix_caching=False, max_model_len=options.input + options.output + 64,
+            max_num_batched_tokens=8192, max_num_seqs=at_once, disable_log_stats=True,
+            compilation_config={"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"},
         )  # fmt: skip
         try:
-            if options.together and not workers.wait_for_device():
+            if options.together and number == 0 and not workers.wait_for_device():
                 return
             workers.emit(
                 "async.csv",

@@ -11,11 +11,14 @@ that took them. States begin as zeros.
 from __future__ import annotations
 
 import json
+import statistics
 import sys
 import time
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -179,6 +182,21 @@ def covered(spans: Iterable[tuple[float, float]]) -> float:
     return total
 
 
+def device_kernels(profile: Any) -> list[tuple[int, float, float]]:
+    """Kernels that a CUDA device ran: the number of the launch, start and end in microseconds. Raises RuntimeError if
+    PyTorch's profiler saw none on the device that is there."""
+    found = [
+        (event.id, event.time_range.start, event.time_range.end)
+        for event in profile.events()
+        if event.device_type == torch.autograd.DeviceType.CUDA
+        and not event.is_user_annotation
+        and not event.name.startswith(("Memcpy", "Memset"))
+    ]
+    if torch.cuda.is_available() and not found:
+        raise RuntimeError("PyTorch's profiler sees no kernel: it needs CUPTI, and the engine in this process")
+    return found
+
+
 def launch_seconds(worker: Any) -> list[float]:
     """In a worker: since the last call, the seconds in which each step's model was launched, waiting for nothing. The
     first call begins to keep them."""
@@ -199,10 +217,60 @@ def launch_seconds(worker: Any) -> list[float]:
 
 @dataclass(frozen=True)
 class RecordedStep:
-    """Tokens of each request in a step, and the mode of the CUDA graphs that it ran in."""
+    """Tokens of each request in a step, and the mode and tokens of the CUDA graphs that it ran in (NONE: its own)."""
 
     tokens: list[int]
     graph: str
+    padded: int
+
+
+@dataclass(frozen=True)
+class KernelTimes:
+    """Means of a step: seconds that its kernels take, summed; their number; seconds from the first to the last kernel
+    of its whole CUDA graph, and from there to the first of the next step's (nan where there is none)."""
+
+    seconds: float
+    kernels: float
+    graph: float = float("nan")
+    between: float = float("nan")
+
+
+def kernel_times(kernels: Sequence[tuple[int, float, float]], steps: int, is_whole: bool) -> KernelTimes:
+    """The times of `steps` steps from all their kernels: the number of the launch, start and end in microseconds.
+
+    `is_whole`: each step ran in one CUDA graph, whose kernels have one launch and are most of the step's.
+    """
+    seconds = sum(end - start for _, start, end in kernels) * 1e-6 / steps
+    launches: dict[int, list[tuple[float, float]]] = {}
+    for launch, start, end in kernels:
+        launches.setdefault(launch, []).append((start, end))
+    largest = sorted(launches.values(), key=len)[-steps:]
+    if not is_whole or 2 * sum(map(len, largest)) < len(kernels):
+        return KernelTimes(seconds, len(kernels) / steps)
+    graphs = sorted((min(start for start, _ in found), max(end for _, end in found)) for found in largest)
+    between = [(later - end) * 1e-6 for (_, end), (later, _) in pairwise(graphs)]
+    span = statistics.fmean((end - start) * 1e-6 for start, end in graphs)
+    return KernelTimes(seconds, len(kernels) / steps, span, statistics.fmean(between) if between else float("nan"))
+
+
+@dataclass(frozen=True)
+class MixedSteps:
+    """Steps of one kind: seconds of each and of the host's launches in it, and what ran; `kernels` of further steps."""
+
+    seconds: list[float]
+    launches: list[float]
+    seen: list[RecordedStep]
+    kernels: KernelTimes | None
+
+    def graph(self, first: int = 0) -> str:
+        """Mode and tokens of the CUDA graphs of most of the steps from the `first` on: FULL 192."""
+        return " ".join(map(str, most_common((step.graph, step.padded) for step in self.seen[first:])))
+
+
+def most_common(found: Iterable[Any]) -> Any:
+    """What is there most often."""
+    ((value, _),) = Counter(found).most_common(1)
+    return value
 
 
 @dataclass(frozen=True)
@@ -262,10 +330,12 @@ class Engine:
         ids = self.scheduler.kv_cache_manager.get_block_ids(request.request_id)
         return [of_group for of_group, is_paged in zip(ids, self.paged, strict=True) if is_paged]
 
-    def fits(self, requests: int, context: int, steps: int, prompt: int = 0) -> bool:
-        """True if the cache holds what `decode_steps` needs, or `mixed_steps`: two prompts beside the decodes."""
+    def fits(self, requests: int, context: int, steps: int, prompt: int = 0, prefix: int = 0) -> bool:
+        """True if the cache holds what `decode_steps` needs, or `mixed_steps`: two prompts beside the decodes, and the
+        prefix that they share."""
         tokens = context + WARM_UP_STEPS + steps + SPARE_TOKENS + self.drafts
         blocks = requests * -(-tokens // self.block_size) + 2 * -(-prompt // self.block_size)
+        blocks += -(-prefix // self.block_size)
         states = (requests + 2 * (prompt > 0)) * self.states
         return blocks * self.groups + states < self.blocks
 
@@ -289,7 +359,7 @@ class Engine:
         return times
 
     def kernel_seconds(self, requests: int, context: int, steps: int) -> float:
-        """Seconds of a step as in `decode_steps` in which the device is busy, by PyTorch's profiler: the mean of
+        """Seconds of a step as in `decode_steps` in which the device runs kernels, by PyTorch's profiler: the mean of
         `steps`. The profiler slows the host, but not what the device does. Without a CUDA device it is 0. Raises
         RuntimeError if the profiler sees no kernel of a device."""
         self._start_decodes(requests, context, steps)
@@ -299,40 +369,67 @@ class Engine:
             if torch.cuda.is_available():
                 torch.cuda.synchronize()
         self._drain()
-        on_device = [event for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA]
-        if torch.cuda.is_available() and not on_device:
-            raise RuntimeError("PyTorch's profiler sees no kernel: it needs CUPTI, and the engine in this process")
-        return covered((event.time_range.start, event.time_range.end) for event in on_device) * 1e-6 / steps
+        return covered((start, end) for _, start, end in device_kernels(profile)) * 1e-6 / steps
 
     def mixed_steps(
-        self, requests: int, context: int, prompt: int, steps: int, prefix: int = 0
-    ) -> tuple[list[float], list[float]]:
-        """Seconds of each of `steps` steps in which `requests` requests decode and a new prompt is prefilled, and of
-        the host's launches in each.
+        self, requests: int, context: int, prompt: int, steps: int, prefix: int = 0, kernel_steps: int = 0
+    ) -> MixedSteps:
+        """Run `steps` steps in which `requests` requests decode and a new prompt of `prompt` tokens is prefilled (0:
+        none). `kernel_steps` more run under PyTorch's profiler, on a CUDA device.
 
         A prompt that is longer than a step's tokens runs in chunks, the next one behind it: steps are full. The pages
-        must have been filled, and what runs must fit.
+        must have been filled, and what runs must fit. Requests are made before the steps, and each is handed to the
+        scheduler as its step begins.
 
-        prefix: tokens of which the cache has the pages, before those of a prompt that fits a step.
+        prefix: tokens, whole blocks, that stand before those of a prompt that fits a step, and are in the prefix cache:
+        they are computed once; the others differ from prompt to prompt. Raises ValueError if the steps cannot have such
+        a prefix, RuntimeError if most of them had other tokens than these.
         """
-        self._start_decodes(requests, context, steps)
         limit = self.engine.vllm_config.scheduler_config.max_num_batched_tokens
-        if prompt + requests > limit:
-            for _ in range(steps * limit // prompt + 2):
+        is_chunked = prompt + requests * (1 + self.drafts) > limit
+        if prefix and (is_chunked or not prompt or prefix % self.block_size):
+            raise ValueError(f"{prompt} tokens behind {prefix} beside {requests} decodes: a prefix of whole blocks of "
+                             f"{self.block_size} tokens stands before a prompt that fits {limit} tokens")  # fmt: skip
+        kernel_steps *= torch.cuda.is_available()
+        shared = self._random(prefix)
+        self._start_decodes(requests, context, steps + kernel_steps, shared)
+        held: deque[Any] = deque()
+        if is_chunked:
+            for _ in range((steps + kernel_steps) * limit // prompt + 2):
                 self._add(prompt, 1)
-        self.llm.collective_rpc(launch_seconds)
-        times = []
-        for _ in range(steps):
-            if 0 < prompt <= limit - requests:
-                self._add(prefix + prompt, 1)
-                for request in self.scheduler.waiting:
-                    request.num_computed_tokens = prefix  # as after a transfer from another engine's cache
-            started = time.perf_counter()
+        elif prompt:
+            for _ in range(steps + kernel_steps):
+                self._add_prompt(shared + self._random(prompt), 1)
+                held.append(self.scheduler.waiting.pop_request())
+
+        def step() -> None:
+            if held:
+                self.scheduler.waiting.add_request(held.popleft())
             self._step()
-            times.append(time.perf_counter() - started)
+
+        self.llm.collective_rpc(launch_seconds)
+        with self._recorded_steps() as seen:
+            stamps = [time.perf_counter()]
+            for _ in range(steps):
+                step()
+                stamps.append(time.perf_counter())
         launches = self.llm.collective_rpc(launch_seconds)[0]
+        if kernel_steps:
+            torch.cuda.synchronize()
+            with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+                for _ in range(kernel_steps):
+                    step()
+                torch.cuda.synchronize()
         self._drain()
-        return times, launches
+        tokens = most_common(tuple(sorted(found.tokens)) for found in seen)
+        expected = tuple(sorted([1 + self.drafts] * requests + [prompt] * (prompt > 0)))
+        if not is_chunked and tokens != expected:
+            raise RuntimeError(f"most steps had {tokens} tokens of a request, not {expected}")
+        kernels = None
+        if kernel_steps:
+            is_whole = most_common(found.graph for found in seen) == "FULL"
+            kernels = kernel_times(device_kernels(profile), kernel_steps, is_whole)
+        return MixedSteps([end - start for start, end in pairwise(stamps)], launches, seen, kernels)
 
     def prefill(self, tokens: int, repeats: int) -> list[float]:
         """Seconds until the first token of prompts of `tokens` tokens, one at a time, in chunks; a warm-up before."""
@@ -387,14 +484,18 @@ class Engine:
         finally:
             pool.free_blocks(taken)
 
-    def _start_decodes(self, requests: int, context: int, steps: int) -> None:
-        """Let `requests` requests decode, with `context` tokens, for WARM_UP_STEPS and `steps` more.
+    def _start_decodes(self, requests: int, context: int, steps: int, prefix: Sequence[int] = ()) -> None:
+        """Let `requests` requests decode, with `context` tokens, for WARM_UP_STEPS and `steps` more, after the tokens
+        `prefix` were computed.
 
         Pages and rings share memory, and bytes of pages, read as a ring, may be NaN. So pages are copied once more,
         over rings of earlier requests, and the new ones first decode a window of tokens, which fills their rings.
         Beside states zeros do the same.
         """
         self.llm.collective_rpc(clear_states if self.states else spread_pages)
+        if prefix:
+            self._add_prompt(prefix, 1)
+            self._drain()
         prompt, warm_up = context - self.window, self.window + WARM_UP_STEPS
         for _ in range(requests):
             self._add(prompt, warm_up + steps + SPARE_TOKENS)
@@ -416,7 +517,8 @@ class Engine:
 
         def recorded(scheduled: Any, output: Any) -> Any:
             graph, tokens = output.cudagraph_stats, [*scheduled.num_scheduled_tokens.values()]
-            seen.append(RecordedStep(tokens, graph.runtime_mode if graph else "NONE"))
+            ran = (graph.runtime_mode, graph.num_padded_tokens) if graph else ("NONE", sum(tokens))
+            seen.append(RecordedStep(tokens, *ran))
             return update(scheduled, output)
 
         self.scheduler.update_from_output = recorded
@@ -437,11 +539,19 @@ class Engine:
             if torch.cuda.is_available() and step.graph != "FULL":
                 raise RuntimeError(f"a step ran in CUDA graphs of the mode {step.graph}, not FULL")
 
+    def _random(self, tokens: int) -> list[int]:
+        """So many random tokens."""
+        return torch.randint(3, self.vocabulary, (tokens,)).tolist()
+
     def _add(self, tokens: int, output: int) -> None:
+        """Add a request with a prompt of `tokens` random tokens."""
+        self._add_prompt(self._random(tokens), output)
+
+    def _add_prompt(self, tokens: Sequence[int], output: int) -> None:
         from vllm import SamplingParams
 
         sampling = SamplingParams(max_tokens=output, temperature=0, ignore_eos=True, detokenize=False)
-        prompt: Any = {"prompt_token_ids": torch.randint(3, self.vocabulary, (tokens,)).tolist()}
+        prompt: Any = {"prompt_token_ids": list(tokens)}
         self.engine.add_request(str(self._added), prompt, sampling)
         self._added += 1
 

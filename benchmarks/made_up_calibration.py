@@ -18,11 +18,11 @@ NONE = "none"
 """No file, said in the rows."""
 
 
-def parse(parser: argparse.ArgumentParser) -> argparse.Namespace:
-    """The arguments, with `--means` of `KINDS`, `NONE` or None."""
+def parse(parser: argparse.ArgumentParser, arguments: list[str] | None = None) -> argparse.Namespace:
+    """The arguments (by default the command's), with `--means` of `KINDS`, `NONE` or None."""
     what = "of keys, from a made-up calibration file of the 8B-shaped model (default: none)"
     parser.add_argument("--means", choices=(*KINDS, NONE), help=what)
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     if options.means in KINDS and options.model:
         parser.error("--means is for the 8B-shaped model; put a calibration file into the folder of --model")
     return options

@@ -72,7 +72,7 @@ VERIFIED = {"verify.csv": "verify_shapes.csv"}
 PARTS = {
     "throughput": Part("decode.py", "--shapes --prefill --budget 20e9", ("turboquant25", "tq4", "fp8", "auto"), 40),
     "steps": Part("decode.py", f"{SIX} --prefill 8192 32768 --prompts 2 --budget 0", seconds=35),
-    "mixed": Part("mixed.py", "--shapes 64x2048 32x8192 8x1024 --first 8 --steps 16", SHOWN, 70),
+    "mixed": Part("mixed.py", "--shapes 64x2048 32x8192 8x1024 --prefixes 0 --first 8 --steps 16", SHOWN, 70),
     "latents": Part("decode.py", f"{shape('glm-4.7-flash')} --shapes 64x8192 8x32768 8x1024 --prefill 8192 --prompts 2 "
         "--max-requests 64", ("auto", "tq4", "turboquant25"), 50, files={"decode.csv": "glm_flash.csv", "prefill.csv":
         "glm_flash_prefill.csv"}),

@@ -6,6 +6,7 @@ import csv
 import importlib
 import statistics
 import subprocess
+from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -47,6 +48,13 @@ def percentiles(seconds: list[float]) -> dict[str, str]:
     return {name: f"{cuts[i] * 1e3:.3f}" if cuts else "" for name, i in places.items()}
 
 
+def percentile(values: list[float], percent: int) -> float:
+    """A percentile from 1 to 99, between the two values around it. Raises ValueError if there is none."""
+    if not values:
+        raise ValueError("no values")
+    return statistics.quantiles(values * 2 if len(values) == 1 else values, n=100, method="inclusive")[percent - 1]
+
+
 def append(file: Path, row: dict[str, object]) -> None:
     """Add a row to `file`, with a header if the file is new. Raises ValueError if the file has other columns."""
     new = not file.exists()
@@ -66,3 +74,9 @@ def read(file: Path) -> list[dict[str, str]]:
     """The rows of `file`."""
     with file.open(newline="") as source:
         return list(csv.DictReader(source))
+
+
+def has(file: Path, values: Mapping[str, object]) -> bool:
+    """Return True if `file` is there and has a row with these values in their columns."""
+    wanted = {name: str(value) for name, value in values.items()}
+    return file.exists() and any(wanted.items() <= row.items() for row in read(file))

@@ -2,7 +2,8 @@
 
 The next dtype's process imports vLLM while this one's engine starts; it touches the device when this one is done. With
 --begin the first one imports vLLM as well, and touches the device when that file is there. With `together`, all
-processes start at once: then their engines must fit the device side by side.
+processes start at once: then their engines must fit the device side by side. A worker may hand the device over between
+its cases, once its engine is ready and as often as it likes: the others have their turns before its next.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -28,6 +30,8 @@ ENVIRONMENT = {
     "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # functions of bench_engine.py run in the workers
     "VLLM_USE_FLASHINFER_SAMPLER": "0",  # tokens are greedy
 }
+TURN = "TURN"
+"""The line by which a worker hands over."""
 HIDDEN = ("ranks", "recent_tokens", "attention", *rows.MACHINE)
 """Columns that are not printed."""
 
@@ -35,16 +39,29 @@ HIDDEN = ("ranks", "recent_tokens", "attention", *rows.MACHINE)
 def add_arguments(parser: argparse.ArgumentParser, *, timeout: int) -> None:
     """Add the options that `run` reads."""
     add = parser.add_argument
-    add("--timeout", type=int, default=timeout, help="seconds a dtype may take (default: %(default)s)")
+    add("--timeout", type=int, default=timeout, help="seconds a dtype, or a turn of it, may take "
+        "(default: %(default)s)")  # fmt: skip
     add("--out", type=Path, default=Path("."), help="folder of the CSV files (default: here)")
     add("--commit", help="for the rows (default: what git says)")
     add("--begin", type=Path, help="import everything, and touch the device when this file is there")
     add("--worker", help=argparse.SUPPRESS)
 
 
+def split_mode(name: str) -> tuple[str, str]:
+    """A dtype and vLLM's mode of CUDA graphs, of a name such as `fp8` or `fp8:FULL`; "" is vLLM's default mode."""
+    dtype, _, mode = name.partition(":")
+    return dtype, mode
+
+
 def wait_for_device() -> bool:
     """In a worker, which has imported what takes long: whether it is its turn."""
     return bool(sys.stdin.readline())
+
+
+def hand_over() -> bool:
+    """In a worker: let the others have their turns; whether it is its turn again."""
+    print(TURN, flush=True)
+    return wait_for_device()
 
 
 def emit(file: str, row: dict[str, object]) -> None:
@@ -57,8 +74,8 @@ def run(
 ) -> int:
     """Measure each of `options.dtypes` in a process of its own, made by running `script` again; an exit code.
 
-    `measure` is called in these processes, after which `wait_for_device` says when. A line that begins with the dtype's
-    name and a colon is passed on.
+    `measure` is called in these processes, where `wait_for_device` and `hand_over` say when. A line that begins with
+    the dtype's name and a colon is passed on.
     """
     if options.worker:
         measure(options.worker, options)
@@ -70,15 +87,22 @@ def run(
         logs = [Path(folder, f"{i}.log") for i in range(len(options.dtypes))]
         workers: list[subprocess.Popen[str]] = []
         try:
-            for i, dtype in enumerate(options.dtypes):
+            turns, seconds = deque(range(len(options.dtypes))), [0.0] * len(options.dtypes)
+            while turns:
+                i = turns.popleft()
                 for ahead in range(len(workers), len(options.dtypes) if together else min(i + 2, len(options.dtypes))):
                     workers.append(_start(script, options.dtypes[ahead], logs[ahead]))
                 while options.begin and not options.begin.exists():
                     time.sleep(0.1)
                 started = time.monotonic()
-                if not _collect(dtype, workers[i], logs[i], options, commit):
-                    failed.append(dtype)
-                print(f"{dtype}: {time.monotonic() - started:.0f} s in all", flush=True)
+                ended_well = _collect(options.dtypes[i], workers[i], logs[i], options, commit)
+                seconds[i] += time.monotonic() - started
+                if ended_well is None:
+                    (turns.append if together else turns.appendleft)(i)
+                    continue
+                if not ended_well:
+                    failed.append(options.dtypes[i])
+                print(f"{options.dtypes[i]}: {seconds[i]:.0f} s in all", flush=True)
         finally:
             for worker in workers:
                 worker.kill()
@@ -95,17 +119,22 @@ def _start(script: str, dtype: str, log: Path) -> subprocess.Popen[str]:
         )  # fmt: skip
 
 
-def _collect(dtype: str, worker: subprocess.Popen[str], log: Path, options: argparse.Namespace, commit: str) -> bool:
-    """Let a worker measure; write and print its rows. Whether it ended well."""
+def _collect(
+    dtype: str, worker: subprocess.Popen[str], log: Path, options: argparse.Namespace, commit: str
+) -> bool | None:
+    """Let a worker measure; write and print its rows. Whether it ended well; None if it hands over."""
     assert worker.stdin is not None and worker.stdout is not None
     limit = threading.Timer(options.timeout, worker.kill)
     limit.daemon = True  # else an error here would wait for it
     limit.start()
     with suppress(BrokenPipeError):  # it has failed; its log says why
         worker.stdin.write("go\n")
-        worker.stdin.close()
+        worker.stdin.flush()
     last = ""
     for line in worker.stdout:
+        if line.strip() == TURN:
+            limit.cancel()
+            return None
         last = line.strip() or last
         if line.startswith("ROW "):
             file, row = json.loads(line[4:])

@@ -76,17 +76,50 @@ def test_time_that_overlapping_kernels_cover() -> None:
 
 
 def test_mixed_rows(tmp_path: Path) -> None:
-    """A prompt in each step, or chunks of prompts; what does not fit the cache beside the decodes is not measured."""
+    """A prompt in each step, or chunks of prompts, or one behind cached tokens; what does not fit the cache beside the
+    decodes is not measured."""
     from rows import read
 
-    arguments = f"--model {DEMO_MODEL} --dtypes {DTYPE} --shapes 2x128 --prompts 16 150 1500 --step-tokens 64"
-    arguments += f" --steps 2 --first 1 --no-compile --kv-cache-memory {5 << 20} --together --commit abc1234"
-    output = run("mixed.py", *arguments.split(), "--out", str(tmp_path))
-    assert f"{DTYPE}: 2x128 and prompts of 1500 do not fit the KV cache" in output
+    arguments = f"--model {DEMO_MODEL} --dtypes {DTYPE}:FULL --shapes 2x128 --prompts 16 150 1500 --step-tokens 64"
+    arguments += f" --prefixes 0 256 --steps 2 --first 1 --no-compile --kv-cache-memory {5 << 20} --together"
+    output = run("mixed.py", *arguments.split(), "--commit", "abc1234", "--out", str(tmp_path))
+    assert f"{DTYPE}:FULL: 2x128 and prompts of 1500 behind 0 do not fit the KV cache" in output
     rows = read(tmp_path / "mixed.csv")
-    assert [(row["dtype"], row["prompt"], row["steps"]) for row in rows] == [(DTYPE, "16", "2"), (DTYPE, "150", "2")]
+    assert [(row["prompt"], row["prefix"], row["graph"]) for row in rows] == [
+        ("16", "0", "NONE 18"),
+        ("150", "0", "NONE 64"),
+        ("16", "256", "NONE 18"),
+    ]
     for row in rows:
+        assert (row["dtype"], row["mode"], row["steps"], row["round"]) == (DTYPE, "FULL", "2", "1")
         assert 0 < float(row["launch_ms"]) < float(row["p80_ms"]) and float(row["first_ms"]) > 0
+        assert {row[name] for name in ("kernel_ms", "kernels", "span_ms", "gap_ms")} == {""}  # no GPU
+
+
+def test_prompts_hit_their_prefix_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The prefix cache has all tokens before each prompt, once computed; a prompt of known tokens is refused."""
+    import bench_engine
+    from vllm.distributed import cleanup_dist_env_and_memory
+
+    llm = bench_engine.start(str(DEMO_MODEL), DTYPE, 1024, 4, 24 << 20, chunk=512, enable_prefix_caching=True)
+    try:
+        engine = bench_engine.Engine(llm)
+        engine.fill_pages()
+        blocks = 2 * engine.block_size
+        found = engine.mixed_steps(2, 130, blocks + 8, 3, prefix=blocks)
+        assert [sorted(step.tokens) for step in found.seen] == [[1, 1, blocks + 8]] * 3
+        assert len(found.seconds) == len(found.launches) == 3 and found.kernels is None
+        with pytest.raises(ValueError, match=f"behind {blocks + 1} beside 2 decodes: a prefix of whole blocks"):
+            engine.mixed_steps(2, 130, 8, 1, prefix=blocks + 1)
+        monkeypatch.setattr(engine, "_random", lambda tokens: [5] * tokens)
+        with pytest.raises(
+            RuntimeError, match=rf"most steps had \(1, 1, 8\) tokens of a request, not \(1, 1, {blocks + 8}"
+        ):
+            engine.mixed_steps(2, 130, blocks + 8, 3, prefix=blocks)
+        assert not llm.llm_engine.has_unfinished_requests()
+    finally:
+        llm.llm_engine.engine_core.shutdown()
+        cleanup_dist_env_and_memory()
 
 
 def test_prefill_rows(folder: Path) -> None:
