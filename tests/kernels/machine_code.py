@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 from collections.abc import Iterable
 from functools import cached_property
@@ -26,8 +27,12 @@ def _run(tool: str, *arguments: str) -> str:
     import triton
 
     beside = Path(triton.__file__).parent / "backends/nvidia/bin" / tool
-    command = str(beside) if os.access(beside, os.X_OK) else tool
-    return subprocess.run([command, *arguments], check=True, capture_output=True, text=True).stdout
+    if os.access(beside, os.X_OK):
+        done = subprocess.run([str(beside), *arguments], capture_output=True, text=True)
+        if done.returncode == 0 or shutil.which(tool) is None:  # Triton 3.6's does not know compute capability 10.3
+            done.check_returncode()
+            return done.stdout
+    return subprocess.run([tool, *arguments], check=True, capture_output=True, text=True).stdout
 
 
 class Frame(NamedTuple):
