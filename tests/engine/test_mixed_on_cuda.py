@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from harness import engine
+from harness import count_preemptions, engine
 from packed_kv.attention.metadata import PackedMetadataBuilder
 from vllm import LLM, SamplingParams
 
@@ -43,7 +43,7 @@ def serve(llm: LLM, **options: Any) -> tuple[list[Line], list[list[float]]]:
         {"prompt_token_ids": ids[:prefix] + ids[37 * i + 50 : 37 * i + 50 + new]}
         for i, (prefix, new) in enumerate((prefix, new) for prefix in PREFIXES for new in NEW)
     ]
-    sampling = SamplingParams(max_tokens=TOKENS, temperature=0, ignore_eos=True, logprobs=2, **options)
+    sampling = SamplingParams(**{"max_tokens": TOKENS, "temperature": 0, "ignore_eos": True, "logprobs": 2, **options})
     lines, leads = [], []
     for request in llm.generate(prompts, sampling, use_tqdm=False):
         for result in request.outputs:
@@ -121,17 +121,22 @@ def test_tokens(name: str, demo_model: str, replayed: Counter, monkeypatch: pyte
     "more",
     [
         {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 4}},
-        {"kv_cache_memory_bytes": 3 << 20},
+        {"kv_cache_memory_bytes": 4 << 20},
         {"kv_cache_dtype_skip_layers": ["0", "3"]},
     ],
     ids=["drafts", "preemption", "skipped"],
 )
-def test_engines(more: dict[str, Any], demo_model: str, replayed: Counter) -> None:
-    """Drafts of unequal lengths, preempted requests and layers in bf16; with two continuations of each request."""
+def test_engines(
+    more: dict[str, Any], demo_model: str, replayed: Counter, monkeypatch: pytest.MonkeyPatch
+) -> None:  # fmt: skip
+    """Drafts of unequal lengths, preempted requests and layers in bf16; with two continuations of each request, so cold
+    that only tokens almost alike are drawn."""
     found = []
     for mode in ("FULL_AND_PIECEWISE", "FULL_DECODE_ONLY"):
         with engine(demo_model, "tq4", compilation_config=graphs(mode), **OPTIONS | more) as llm:
-            found.append(serve(llm, n=2))
+            preempted = count_preemptions(llm, monkeypatch)
+            found.append(serve(llm, n=2, temperature=0.005, seed=0))
+            assert bool(preempted) == ("kv_cache_memory_bytes" in more)
     assert replayed
     check_alike(found[0][0], *found[1])
 

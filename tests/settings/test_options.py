@@ -10,8 +10,16 @@ from packed_kv.settings.options import OptionError, Options, check_files, read_o
 
 
 def test_options_are_read() -> None:
-    ours = {"calibration": "~/x.json", "recent_tokens": 0, "decode_kernel": "triton", "latent_rope_bits": 8}
-    assert read_options({"packed_kv": ours, "other": 1}) == Options(Path("~/x.json").expanduser(), 0, "triton", 8)
+    ours = {
+        "calibration": "~/x.json",
+        "recent_tokens": 0,
+        "decode_kernel": "triton",
+        "latent_rope_bits": 8,
+        "mixed_graphs": False,
+    }
+    assert read_options({"packed_kv": ours, "other": 1}) == Options(
+        Path("~/x.json").expanduser(), 0, "triton", 8, False
+    )
     assert read_options({"packed_kv": {"calibration": "auto"}}).calibration == Path("auto")
     assert read_options({}) == read_options(None) == read_options({"kv": 1, "packed": {}, 5: {}}) == Options()
 
@@ -25,7 +33,7 @@ def test_a_key_that_means_ours_is_refused(key: str) -> None:
     assert str(error.value).isprintable()
 
 
-@pytest.mark.parametrize("key", ["calibration", "recent_tokens", "decode_kernel", "latent_rope_bits"])
+@pytest.mark.parametrize("key", ["calibration", "recent_tokens", "decode_kernel", "latent_rope_bits", "mixed_graphs"])
 def test_an_option_outside_of_its_object_is_refused(key: str) -> None:
     said = f'--additional-config: {key} belongs into packed_kv; write {{"packed_kv": {{"{key}": ...}}}}'
     with pytest.raises(OptionError, match=re.escape(said)):
@@ -48,8 +56,8 @@ def test_a_path_that_is_none(path: object) -> None:
         ("recent", "write recent_tokens"),
         ("decode kernel\n", "write decode_kernel"),
         ("rope_bits", "write latent_rope_bits"),
-        ("dtype", "write one of calibration, recent_tokens, decode_kernel, latent_rope_bits"),
-        (5, "write one of calibration, recent_tokens, decode_kernel, latent_rope_bits"),
+        ("dtype", "write one of calibration, recent_tokens, decode_kernel, latent_rope_bits, mixed_graphs"),
+        (5, "write one of calibration, recent_tokens, decode_kernel, latent_rope_bits, mixed_graphs"),
     ],
 )
 def test_a_misspelt_option_is_named_with_the_nearest(key: object, hint: str) -> None:
@@ -84,7 +92,13 @@ def test_recent_tokens_that_are_no_number_of_tokens(tokens: object) -> None:
         read_options({"packed_kv": {"recent_tokens": tokens}})
 
 
-@pytest.mark.parametrize("option", ["calibration", "decode_kernel", "latent_rope_bits"])
+@pytest.mark.parametrize("said", [0, 1, "false", None, [True]])
+def test_mixed_graphs_that_are_neither_true_nor_false(said: object) -> None:
+    with pytest.raises(OptionError, match=r"packed_kv.mixed_graphs is .*; write true or false$"):
+        read_options({"packed_kv": {"mixed_graphs": said}})
+
+
+@pytest.mark.parametrize("option", ["calibration", "decode_kernel", "latent_rope_bits", "mixed_graphs"])
 def test_a_number_of_too_many_digits(option: str) -> None:
     with pytest.raises(OptionError, match=f"packed_kv.{option} is a number of too many digits; write"):
         read_options({"packed_kv": {option: HUGE}})
