@@ -105,7 +105,7 @@ def make_agents(count: int, arrivals: float, vocabulary: int, options: argparse.
 
 @dataclass
 class Seen:
-    """What arrived when: the clock in seconds, then tokens of an output; seconds to a first token; seconds between
+    """Arrivals: the clock in seconds, then tokens of an output; seconds to a first token; seconds between
     outputs; the mode of a step's CUDA graphs; prompt tokens, and those that the cache had."""
 
     outputs: list[tuple[float, int]] = field(default_factory=list)
@@ -146,7 +146,7 @@ def share(modes: list[str], mode: str) -> str:
 
 
 def recorder(seen: list[Seen]) -> Callable[..., Any]:
-    """What makes vLLM's logger of an engine's steps, into the last of `seen`."""
+    """The class of vLLM's logger that puts an engine's steps into the last of `seen`."""
     from vllm.v1.metrics.loggers import StatLoggerBase
 
     class Recorder(StatLoggerBase):
