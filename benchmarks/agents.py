@@ -1,13 +1,14 @@
 """Agents at equal memory: turns behind contexts that grow, on vLLM's engine without a server.
 
-    python benchmarks/agents.py [--dtypes NAME ...] [--agents N ...] [--kv-cache-memory BYTES] [--arrivals RATE]
+    python benchmarks/agents.py [--dtypes NAME ...] [--agents N ...] [--kv-cache-memory BYTES] [--arrivals RATE ...]
 
 Each dtype, or a dtype in a mode of CUDA graphs such as `fp8:FULL`, gets an `AsyncLLM` in a process of its own, which
 runs the engine in another, as a server does. An agent has a context of random tokens of its own, of the lengths
 --contexts; a turn adds --input random tokens to it, and the --output tokens that the model answers. The next turn comes
 --think seconds later. An agent whose context would grow too long begins a new one of the shortest length; at first the
-agents' lengths are spread evenly. With --arrivals turns come as a Poisson process of RATE a second instead, each of the
-agent that has been idle for longest, and wait while none is: the same load for all dtypes.
+agents' lengths are spread evenly. Each of --arrivals is a further case, the same load for all dtypes: turns come as a
+Poisson process of RATE a second, not after --think, each is of the agent, of the first of --agents, that has been idle
+for longest, and they wait while none is.
 
 A row of agents.csv has what came in --seconds, behind --warm-up seconds, by this process's clock as outputs arrive:
 tokens a second; TTFT from when a turn is due; `itl`, the time between outputs of a turn; the share of prompt tokens
@@ -48,7 +49,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--input", type=int, default=256, help="new prompt tokens of a turn (default: %(default)s)")
     add("--output", type=int, default=128, help="output tokens of a turn (default: %(default)s)")
     add("--think", type=float, default=0.5, help="seconds from an answer to the next turn (default: %(default)s)")
-    add("--arrivals", type=float, help="turns a second, instead of --think")
+    add("--arrivals", nargs="+", type=float, default=[], help="turns a second, in further cases (default: none)")
     add("--warm-up", type=float, default=20, help="seconds before the measured ones (default: %(default)s)")
     add("--seconds", type=float, default=30, help="measured seconds (default: %(default)s)")
     add("--step-tokens", type=int, default=8192, help="most tokens of a step (default: %(default)s)")
@@ -89,17 +90,22 @@ class Agent:
         self.context = self.context + tokens
 
 
-def make_agents(count: int, vocabulary: int, options: argparse.Namespace) -> list[Agent]:
+def cases(options: argparse.Namespace) -> list[tuple[int, float]]:
+    """Agents and turns a second of each case; 0: as many as the agents take."""
+    return [(count, 0.0) for count in options.agents] + [(options.agents[0], rate) for rate in options.arrivals]
+
+
+def make_agents(count: int, arrivals: float, vocabulary: int, options: argparse.Namespace) -> list[Agent]:
     """Agents whose contexts have lengths spread evenly. No two cases share prompts."""
     least, most = options.contexts
     room = most - options.input - options.output - least
-    case = f"{count} {options.arrivals}"
+    case = f"{count} {arrivals}"
     return [Agent(f"{case} {number}", vocabulary, least + room * number // count, options) for number in range(count)]
 
 
 @dataclass
 class Seen:
-    """What arrived when: the clock in seconds, then tokens of an output; seconds to a first token; seconds between
+    """Arrivals: the clock in seconds, then tokens of an output; seconds to a first token; seconds between
     outputs; the mode of a step's CUDA graphs; prompt tokens, and those that the cache had."""
 
     outputs: list[tuple[float, int]] = field(default_factory=list)
@@ -140,7 +146,7 @@ def share(modes: list[str], mode: str) -> str:
 
 
 def recorder(seen: list[Seen]) -> Callable[..., Any]:
-    """What makes vLLM's logger of an engine's steps, into the last of `seen`."""
+    """The class of vLLM's logger that puts an engine's steps into the last of `seen`."""
     from vllm.v1.metrics.loggers import StatLoggerBase
 
     class Recorder(StatLoggerBase):
@@ -184,12 +190,14 @@ async def turn(engine: Any, agent: Agent, name: str, due: float, seen: Seen, out
     agent.answer(tokens)
 
 
-async def load(engine: Any, agents: list[Agent], seen: Seen, options: argparse.Namespace) -> tuple[float, float]:
+async def load(
+    engine: Any, agents: list[Agent], arrivals: float, seen: Seen, options: argparse.Namespace
+) -> tuple[float, float]:
     """Let the agents work for the warm-up and the measured seconds; the clock at the begin and the end of these."""
     begin = time.perf_counter() + options.warm_up
     end = begin + options.seconds
     numbers = iter(range(sys.maxsize))
-    case = f"{len(agents)}-{options.arrivals}"
+    case = f"{len(agents)}-{arrivals}"
 
     async def take(agent: Agent, due: float) -> None:
         await turn(engine, agent, f"{case}-{next(numbers)}", due, seen, options.output)
@@ -213,35 +221,35 @@ async def load(engine: Any, agents: list[Agent], seen: Seen, options: argparse.N
         due = time.perf_counter()
         async with asyncio.TaskGroup() as group:
             while True:
-                due += source.expovariate(options.arrivals)
+                due += source.expovariate(arrivals)
                 await asyncio.sleep(due - time.perf_counter())
                 group.create_task(wait(due))
 
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(end - time.perf_counter()), asyncio.TaskGroup() as group:
-            for work in [arrive()] if options.arrivals else [think(agent) for agent in agents]:
+            for work in [arrive()] if arrivals else [think(agent) for agent in agents]:
                 group.create_task(work)
     return begin, end
 
 
-def settings(name: str, agents: int, options: argparse.Namespace) -> dict[str, object]:
+def settings(name: str, agents: int, arrivals: float, options: argparse.Namespace) -> dict[str, object]:
     """The columns that name a case."""
     dtype, mode = workers.split_mode(name)
     return {
-        "dtype": dtype, "mode": mode or "default", "agents": agents, "arrivals": options.arrivals or "",
-        "think": "" if options.arrivals else options.think, "contexts": "-".join(map(str, options.contexts)),
+        "dtype": dtype, "mode": mode or "default", "agents": agents, "arrivals": arrivals or "",
+        "think": "" if arrivals else options.think, "contexts": "-".join(map(str, options.contexts)),
         "input": options.input, "output": options.output, "seconds": options.seconds, "warm_up": options.warm_up,
         "step_tokens": options.step_tokens, "kv_bytes": int(options.kv_cache_memory),
     }  # fmt: skip
 
 
-def missing(name: str, options: argparse.Namespace) -> list[int]:
-    """Numbers of agents that have no row with these settings yet."""
+def missing(name: str, options: argparse.Namespace) -> list[tuple[int, float]]:
+    """The cases that have no row with these settings yet."""
     commit = options.commit or rows.commit_here()
     return [
-        agents
-        for agents in options.agents
-        if options.again or not rows.has(options.out / FILE, {**settings(name, agents, options), "commit": commit})
+        case
+        for case in cases(options)
+        if options.again or not rows.has(options.out / FILE, {**settings(name, *case, options), "commit": commit})
     ]
 
 
@@ -263,13 +271,14 @@ async def measure_engine(name: str, model: str, options: argparse.Namespace) -> 
         print(f"{name}: engine ready after {time.monotonic() - started:.0f} s", flush=True)
         if options.together and not workers.wait_for_device():
             return
-        for count in missing(name, options):
+        for count, arrivals in missing(name, options):
             if options.together and not workers.hand_over():
                 return
             seen.append(Seen())
-            agents = make_agents(count, engine.model_config.get_vocab_size(), options)
-            begin, end = await load(engine, agents, seen[-1], options)
-            workers.emit(FILE, {**settings(name, count, options), **seen[-1].figures(begin, end), **rows.machine()})
+            agents = make_agents(count, arrivals, engine.model_config.get_vocab_size(), options)
+            begin, end = await load(engine, agents, arrivals, seen[-1], options)
+            case = settings(name, count, arrivals, options)
+            workers.emit(FILE, {**case, **seen[-1].figures(begin, end), **rows.machine()})
     finally:
         engine.shutdown()
 

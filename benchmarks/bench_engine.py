@@ -268,7 +268,7 @@ class MixedSteps:
 
 
 def most_common(found: Iterable[Any]) -> Any:
-    """What is there most often."""
+    """The value that is there most often."""
     ((value, _),) = Counter(found).most_common(1)
     return value
 

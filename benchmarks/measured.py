@@ -98,6 +98,11 @@ def last_options(rows: list[Row]) -> list[Row]:
     return in_order({**row, "options": options} for row, options in zip(rows, own, strict=True))
 
 
+def in_default_mode(rows: list[Row]) -> list[Row]:
+    """Rows of mixed.py in vLLM's default mode of CUDA graphs, of prompts that stand behind nothing."""
+    return in_order(row for row in rows if (row.get("mode", "default"), row.get("prefix", "0")) == ("default", "0"))
+
+
 def with_cpu_time(rows: list[Row]) -> list[Row]:
     """Rows that have CPU time beside the clock's."""
     return [row for row in rows if row["cpu_ms"]]
@@ -266,8 +271,8 @@ SPECS: Mapping[str, Sequence[Spec]] = {
              base={"recent_tokens": "0"}),
         Spec("means", "release/h100/means.csv", MEANS, ratio("p50_ms", digits=3), CASE, prepare=averaged,
              base={"means": "none"}),
-        Spec("mixed", "release/mixed.csv", MIXED, STEP, ("prompt",)),
-        Spec("mixed-h100", "release/h100/mixed.csv", MIXED, STEP, ("prompt",)),
+        Spec("mixed", "release/mixed.csv", MIXED, STEP, ("prompt",), prepare=in_default_mode),
+        Spec("mixed-h100", "release/h100/mixed.csv", MIXED, STEP, ("prompt",), prepare=in_default_mode),
         Spec("verify", "release/verify.csv", DRAFTS, STEP, CASE, {"model": ("8b",)}),
         Spec("verify-shapes", "release/h100/verify_shapes.csv", {"model": "shape"} |
              DRAFTS, STEP, CASE),

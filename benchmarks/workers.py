@@ -2,8 +2,8 @@
 
 The next dtype's process imports vLLM while this one's engine starts; it touches the device when this one is done. With
 --begin the first one imports vLLM as well, and touches the device when that file is there. With `together`, all
-processes start at once: then their engines must fit the device side by side. A worker may hand the device over between
-its cases, once its engine is ready and as often as it likes: the others have their turns before its next.
+processes start at once: then their engines must fit the device side by side. They may hand the device over, once they
+are ready and between their cases: the others have their turns before the next.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def wait_for_device() -> bool:
 
 
 def hand_over() -> bool:
-    """In a worker: let the others have their turns; whether it is its turn again."""
+    """In a worker that began together with the others: let them have their turns; whether it is its turn again."""
     print(TURN, flush=True)
     return wait_for_device()
 
@@ -98,7 +98,7 @@ def run(
                 ended_well = _collect(options.dtypes[i], workers[i], logs[i], options, commit)
                 seconds[i] += time.monotonic() - started
                 if ended_well is None:
-                    (turns.append if together else turns.appendleft)(i)
+                    turns.append(i)
                     continue
                 if not ended_well:
                     failed.append(options.dtypes[i])

@@ -6,7 +6,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -41,12 +41,12 @@ def test_turns_stand_behind_all_that_an_agent_had() -> None:
 
 
 def test_agents_are_the_same_in_each_run_and_others_in_each_case() -> None:
-    def prompts(count: int, *more: str) -> list[list[int]]:
-        return [agent.prompt() for agent in agents.make_agents(count, 1000, options(*more))]
+    def prompts(count: int, arrivals: float = 0) -> list[list[int]]:
+        return [agent.prompt() for agent in agents.make_agents(count, arrivals, 1000, options())]
 
     found = prompts(4)
     assert found == prompts(4) and [len(prompt) - 5 for prompt in found] == [20, 23, 26, 29]
-    every = [*found, *prompts(3), *prompts(4, "--arrivals", "2")]
+    every = [*found, *prompts(3), *prompts(4, 2.0)]
     assert len({tuple(prompt[:20]) for prompt in every}) == len(every)
 
 
@@ -89,45 +89,71 @@ class Engine:
             self.running -= 1
 
 
-def loaded(engine: Engine, *more: str, count: int = 2) -> tuple[agents.Seen, list[agents.Agent]]:
-    from vllm.sampling_params import SamplingParams  # noqa: F401  (takes seconds, as no turn should)
+class InstantLoop(asyncio.SelectorEventLoop):
+    """Its clock jumps to what comes next."""
 
-    seen, given = agents.Seen(), options("--warm-up", "0.1", "--seconds", "0.3", *more)
-    working = agents.make_agents(count, 1000, given)
-    begin, end = asyncio.run(agents.load(engine, working, seen, given))
-    assert end - begin == pytest.approx(0.3)
-    return seen, working
+    now = 0.0
+
+    def time(self) -> float:
+        return self.now
+
+    def _run_once(self) -> None:
+        if not self._ready and self._scheduled:
+            self.now = max(self.now, self._scheduled[0]._when)
+        super()._run_once()
 
 
-def test_an_agent_thinks_between_its_turns() -> None:
-    engine = Engine()
-    seen, working = loaded(engine, "--think", "0.15")
-    assert len(engine.prompts) == len({*engine.names}) == 2 * 3 and engine.most == 2, "at 0, 0.15 and 0.3 seconds"
-    assert len(seen.ttft) == len(seen.itl) == 6 and sum(tokens for _, tokens in seen.outputs) == 18
+@pytest.fixture
+def loop(monkeypatch: pytest.MonkeyPatch) -> Iterator[InstantLoop]:
+    found = InstantLoop()
+    monkeypatch.setattr(agents, "time", SimpleNamespace(perf_counter=found.time))
+    yield found
+    found.close()
+
+
+def loaded(
+    loop: InstantLoop, engine: Engine, count: int = 2, arrivals: float = 0
+) -> tuple[agents.Seen, list[agents.Agent], dict[str, str]]:
+    """What arrived in 10 seconds behind 5 of warm-up, the agents, and the figures."""
+    seen, given = agents.Seen(), options("--warm-up", "5", "--seconds", "10")
+    working = agents.make_agents(count, arrivals, 1000, given)
+    begin, end = loop.run_until_complete(agents.load(engine, working, arrivals, seen, given))
+    assert (end - begin, loop.now) == (10, pytest.approx(end))
+    return seen, working, seen.figures(begin, end)
+
+
+def test_an_agent_thinks_between_its_turns(loop: InstantLoop) -> None:
+    """A turn of 0.3 s and 0.5 s of thinking: 15 s have 19 of an agent, the last one cut off."""
+    engine = Engine(0.1)
+    _, working, figures = loaded(loop, engine)
+    assert len(engine.prompts) == len({*engine.names}) == 2 * 19 and engine.running == 0
     assert working[0].context[-3:] == [7, 8, 9]
+    assert (figures["p50_ttft_ms"], figures["p50_itl_ms"], figures["turns"]) == ("100.00", "200.00", "24")
 
 
-def test_turns_arrive_and_wait_for_an_idle_agent() -> None:
-    """Of 100 turns a second, each of which takes 0.03 s, one agent serves about a third; the wait is in TTFT."""
+def test_turns_arrive_and_wait_for_an_idle_agent(loop: InstantLoop) -> None:
+    """Two turns a second: one of 0.03 s finds its agent idle; of those of 3 s most wait, and TTFT has the wait."""
     engine = Engine(0.01)
-    seen, _ = loaded(engine, "--arrivals", "100", count=1)
-    assert engine.most == 1 and 4 <= len(engine.prompts) <= 13
+    _, _, figures = loaded(loop, engine, arrivals=2)
+    assert 20 <= len(engine.prompts) <= 40 and engine.most <= 2 and figures["p50_ttft_ms"] == "10.00"
+    slow = Engine(1.0)
+    seen, _, _ = loaded(loop, slow, count=1, arrivals=2)
     waits = [seconds for _, seconds in seen.ttft]
-    assert waits[-1] > 3 * waits[0] and waits[-1] > 0.1
-    engine = Engine()
-    loaded(engine, "--arrivals", "50")
-    assert 10 <= len(engine.prompts) <= 30, "0.4 seconds of 50 turns a second"
+    assert slow.most == 1 and len(slow.prompts) == 5 and waits[0] == pytest.approx(1.0)
+    assert waits == sorted(waits) and waits[-1] > 8
 
 
 def test_a_row_of_the_same_settings_is_not_measured_again(tmp_path: Path) -> None:
-    given = options("--out", str(tmp_path), "--agents", "24", "48")
-    assert agents.missing("auto:FULL", given) == [24, 48]
-    row = {**agents.settings("auto:FULL", 24, given), **agents.Seen().figures(0, 1), "gpu": "card", "commit": "abc1234"}
-    rows.append(tmp_path / agents.FILE, row)
-    assert agents.missing("auto:FULL", given) == [48]
-    assert agents.missing("auto", given) == agents.missing("fp8:FULL", given) == [24, 48]
-    for more in (["--again"], ["--arrivals", "2"], ["--kv-cache-memory", "9e9"], ["--commit", "def5678"]):
-        assert agents.missing("auto:FULL", options("--out", str(tmp_path), "--agents", "24", *more)) == [24]
+    given = options("--out", str(tmp_path), "--agents", "24", "48", "--arrivals", "2", "3")
+    every = [(24, 0), (48, 0), (24, 2), (24, 3)]
+    assert agents.cases(given) == agents.missing("auto:FULL", given) == every
+    for done in ((24, 0.0), (24, 3.0)):
+        row = {**agents.settings("auto:FULL", *done, given), **agents.Seen().figures(0, 1), "gpu": "card"}
+        rows.append(tmp_path / agents.FILE, {**row, "commit": "abc1234"})
+    assert agents.missing("auto:FULL", given) == [(48, 0), (24, 2)]
+    assert agents.missing("auto", given) == agents.missing("fp8:FULL", given) == every
+    for more in (["--again"], ["--think", "1"], ["--kv-cache-memory", "9e9"], ["--commit", "def5678"]):
+        assert agents.missing("auto:FULL", options("--out", str(tmp_path), "--agents", "24", *more)) == [(24, 0)]
 
 
 def test_a_context_has_room_for_a_turn(capsys: pytest.CaptureFixture[str]) -> None:

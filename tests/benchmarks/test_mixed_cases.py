@@ -116,3 +116,14 @@ def test_the_graph_of_most_steps() -> None:
     found = bench_engine.MixedSteps([], [], steps, None)
     assert (found.graph(), found.graph(2)) == ("NONE 3", "FULL 8")
     assert (mixed.milliseconds(0.0012345), mixed.milliseconds(float("nan"))) == ("1.234", "")
+
+
+def test_a_folders_table_of_mixed_steps_is_of_one_mode_and_no_prefix(tmp_path: Path) -> None:
+    """`measured.py --of` shows neither a mode nor a prefix: rows of others do not stand in their place."""
+    import measured
+
+    case = {"requests": 8, "context": 64, "prompt": 16}
+    for mode, prefix, milliseconds in (("default", 0, 1), ("default", 256, 2), ("FULL", 0, 3)):
+        row = {"dtype": "auto", "mode": mode, **case, "prefix": prefix, "p50_ms": milliseconds}
+        rows.append(tmp_path / "mixed.csv", row)
+    assert next(iter(measured.printed(tmp_path))).endswith("| 8 | 64 | bf16 | 1 |")
