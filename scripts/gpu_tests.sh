@@ -50,6 +50,9 @@ memcheck_cases=(
     "tests/kernels/cuda/test_cuda_picks.py::test_decode[{'name': 'tq4', 'heads': 20, 'counts': (130, 200, 7), 'holes': 0.3, 'rope_bits': 8, 'block_size': 16}]"
     "tests/kernels/cuda/test_cuda_picks.py::test_decode[{'name': 'turboquant35', 'heads': 64, 'counts': (150, 64), 'rope_bits': 8, 'holes': 0.3}]"
     "tests/kernels/cuda/test_cuda_latent.py::test_decode[{'name': 'turboquant25', 'heads': 4, 'seq_lens': (200, 70, 0, 5), 'query_lens': (3, 0, 1, 2), 'block_size': 16}]"
+    # A mixed step from tables on the device, and as it is replayed.
+    "tests/kernels/test_fused_prefix.py::test_graphs[decodes-turboquant25-64-ring]"
+    "tests/kernels/test_fused_prefix.py::test_a_graph_replays_other_batches"
     "tests/kernels/test_merge_lse.py::test_lse[{'seq_lens': (0, 37, 1700), 'kernel': 'cuda', 'splits': Grid(warps=2, blocks=3, is_final=True)}]"
 )
 
