@@ -255,6 +255,7 @@ def missing(name: str, options: argparse.Namespace) -> list[tuple[int, float]]:
 
 async def measure_engine(name: str, model: str, options: argparse.Namespace) -> None:
     dtype, mode = workers.split_mode(name)
+    mode, additional_config = workers.options_of_mode(mode)
     started = time.monotonic()
     seen = [Seen()]
     compilation: dict[str, Any] = {"cudagraph_capture_sizes": list(GRAPH_SIZES)}
@@ -265,7 +266,7 @@ async def measure_engine(name: str, model: str, options: argparse.Namespace) -> 
     engine = async_engine.start(
         model, dtype, options, [recorder(seen)], enable_prefix_caching=True, max_model_len=options.contexts[1] + 64,
         max_num_batched_tokens=options.step_tokens, max_num_seqs=max(options.agents), disable_log_stats=False,
-        cudagraph_metrics=True, compilation_config=compilation,
+        cudagraph_metrics=True, compilation_config=compilation, additional_config=additional_config,
     )  # fmt: skip
     try:
         print(f"{name}: engine ready after {time.monotonic() - started:.0f} s", flush=True)

@@ -103,6 +103,45 @@ def in_default_mode(rows: list[Row]) -> list[Row]:
     return in_order(row for row in rows if (row.get("mode", "default"), row.get("prefix", "0")) == ("default", "0"))
 
 
+FULL = {"dtype": "bf16, FULL"}
+"""The base of rows in modes of CUDA graphs: bf16 in the mode that serves mixed steps best."""
+
+
+def in_modes(rows: list[Row]) -> list[Row]:
+    """Rows whose `dtype` has the mode of the CUDA graphs, where it is not vLLM's default."""
+    named = [{**row, "name": "bf16" if row["dtype"] == BASELINE else row["dtype"]} for row in in_order(rows)]
+    return [
+        {**row, "dtype": row["name"] if row["mode"] == "default" else f"{row['name']}, {row['mode']}"} for row in named
+    ]
+
+
+def in_rounds(rows: list[Row]) -> list[Row]:
+    """A row per case of mixed.py, whose `p50_ms` is the median of its rounds; `least` and `most` of them."""
+    found: dict[tuple[str, ...], list[Row]] = {}
+    for row in in_modes(rows):
+        found.setdefault(tuple(row[key] for key in ("dtype", *CASE, "prompt", "prefix")), []).append(row)
+    merged = []
+    for of_case in found.values():
+        last, times = of_case[-1], [float(row["p50_ms"]) for row in of_case]
+        behind = f" behind {int(last['prefix']):,}" if last["prefix"] != "0" else ""
+        numbers = {"p50_ms": statistics.median(times), "least": min(times), "most": max(times)}
+        merged.append(
+            {**last, "prompt": last["prompt"] + behind, **{name: f"{number:.3f}" for name, number in numbers.items()}}
+        )
+    return merged
+
+
+def spread(row: Row, base: Row | None) -> str:
+    """Show the median of rounds, its ratio, and the least and the most of them."""
+    return f"{STEP(row, base)}, {float(row['least']):.2f} to {float(row['most']):.2f}"
+
+
+def kernels(row: Row, base: Row | None) -> str:
+    """Show the time of a step's kernels, their number, the CUDA graph, and the rest of a period where it is one."""
+    rest = f", {float(row['gap_ms']):.2f} between" if row["gap_ms"] else ""
+    return f"{ratio('kernel_ms')(row, base)}, {row['kernels']} in {row['graph']}{rest}"
+
+
 def with_cpu_time(rows: list[Row]) -> list[Row]:
     """Rows that have CPU time beside the clock's."""
     return [row for row in rows if row["cpu_ms"]]
@@ -273,6 +312,9 @@ SPECS: Mapping[str, Sequence[Spec]] = {
              base={"means": "none"}),
         Spec("mixed", "release/mixed.csv", MIXED, STEP, ("prompt",), prepare=in_default_mode),
         Spec("mixed-h100", "release/h100/mixed.csv", MIXED, STEP, ("prompt",), prepare=in_default_mode),
+        Spec("mixed-graphs", "mixed_graphs.csv", MIXED, spread, ("prompt",), prepare=in_rounds, base=FULL),
+        Spec("mixed-graphs-fp8", "mixed_graphs_fp8.csv", MIXED, spread, ("prompt",), prepare=in_rounds, base=FULL),
+        Spec("mixed-kernels", "mixed_graphs.csv", MIXED, kernels, ("prompt",), prepare=in_rounds, base=FULL),
         Spec("verify", "release/verify.csv", DRAFTS, STEP, CASE, {"model": ("8b",)}),
         Spec("verify-shapes", "release/h100/verify_shapes.csv", {"model": "shape"} |
              DRAFTS, STEP, CASE),
@@ -381,6 +423,7 @@ GENERATED: Mapping[str, Mapping[str, Callable[[str], str]]] = {"docs/cards.md": 
 
 APART = {
     "cpu": "a CPU", "cpu-amd": "a CPU", "cpu-intel": "a CPU",
+    **dict.fromkeys(("mixed-graphs", "mixed-graphs-fp8", "mixed-kernels"), "engines take turns on a card"),
     "steps-older": "wants FlashAttention 2, which the release's environment lacked",
     "prefixes": "minutes of a server per dtype", "contexts": "needs host memory and a disk", "peers": "several GPUs",
 }  # fmt: skip

@@ -20,6 +20,7 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import rows
 
@@ -30,6 +31,7 @@ ENVIRONMENT = {
     "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # functions of bench_engine.py run in the workers
     "VLLM_USE_FLASHINFER_SAMPLER": "0",  # tokens are greedy
 }
+MIXED = "MIXED"
 TURN = "TURN"
 """The line by which a worker hands over."""
 HIDDEN = ("ranks", "recent_tokens", "attention", *rows.MACHINE)
@@ -51,6 +53,12 @@ def split_mode(name: str) -> tuple[str, str]:
     """A dtype and vLLM's mode of CUDA graphs, of a name such as `fp8` or `fp8:FULL`; "" is vLLM's default mode."""
     dtype, _, mode = name.partition(":")
     return dtype, mode
+
+
+def options_of_mode(mode: str) -> tuple[str, dict[str, Any]]:
+    """vLLM's mode of CUDA graphs, "" for its default, and `additional_config`, of a name's mode: `MIXED` is the default
+    mode with `mixed_graphs`."""
+    return ("", {"packed_kv": {"mixed_graphs": True}}) if mode == MIXED else (mode, {})
 
 
 def wait_for_device() -> bool:

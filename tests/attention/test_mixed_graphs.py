@@ -19,7 +19,8 @@ def engine(monkeypatch: pytest.MonkeyPatch, layers: list[Any] | None = None, **c
     found = [layer()] if layers is None else layers
     monkeypatch.setattr(mixed, "_attention_layers", lambda _config: found)
     given: dict[str, Any] = {
-        "tokens": 2048, "requests": 256, "largest": 512, "lora": None, "speculative": None, "stages": 1, "options": {},
+        "tokens": 2048, "requests": 256, "largest": 512, "lora": None, "speculative": None, "stages": 1,
+        "options": {"mixed_graphs": True},
     } | changes  # fmt: skip
     return SimpleNamespace(
         scheduler_config=SimpleNamespace(max_num_batched_tokens=given["tokens"], max_num_seqs=given["requests"]),
@@ -77,7 +78,7 @@ def test_limits(changes: dict[str, Any], most: tuple[int, int], monkeypatch: pyt
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"options": {"mixed_graphs": False}}, "packed_kv.mixed_graphs is false"),
+        ({"options": {}}, "packed_kv.mixed_graphs is not set"),
         ({"lora": object()}, "an engine with LoRA would have them once for each number of adapters"),
         ({"speculative": drafts("eagle3", 3)}, "layers of drafts (eagle3) run outside of graphs"),
         ({"stages": 2}, "stages of a pipeline would have to agree"),

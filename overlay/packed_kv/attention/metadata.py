@@ -146,17 +146,14 @@ class PackedMetadataBuilder(AttentionMetadataBuilder[PackedMetadata]):
         dtype, (shapes, reason) = vllm_config.cache_config.cache_dtype, mixed_shapes(vllm_config)
         if shapes:
             logger.info_once(
-                "KV cache dtype %s: steps with prompts, of up to %d tokens, run as whole CUDA graphs (%d of them; "
-                "packed_kv.mixed_graphs=false leaves them out)",
+                "KV cache dtype %s: steps with prompts, of up to %d tokens, run as whole CUDA graphs (%d of them)",
                 dtype, max(shapes)[0], len(shapes), scope="local",
             )  # fmt: skip
         else:
             logger.info_once(
                 "KV cache dtype %s: steps with prompts run as CUDA graphs piece by piece: %s",
-                dtype,
-                reason,
-                scope="local",
-            )
+                dtype, reason, scope="local",
+            )  # fmt: skip
         return shapes or None
 
     def build_for_cudagraph_capture(self, common_attn_metadata: CommonAttentionMetadata) -> PackedMetadata:

@@ -42,13 +42,13 @@ class Options:
     window, 0: none, or None: not said. `decode_kernel`: "triton"; "auto": the CUDA kernel where it serves and
     was seen to run; or "cuda": no engine without it.
     `latent_rope_bits`: of RoPE channels beside latents (MLA), of `ROPE_BITS`. `mixed_graphs`: whether steps with
-    prompts may run as whole CUDA graphs."""
+    prompts run as whole CUDA graphs where they can."""
 
     calibration: Path | None = None
     recent_tokens: int | None = None
     decode_kernel: str = "auto"
     latent_rope_bits: int = ROPE_BITS[0]
-    mixed_graphs: bool = True
+    mixed_graphs: bool = False
 
 
 def read_options(additional_config: object) -> Options:
@@ -89,7 +89,7 @@ def read_options(additional_config: object) -> Options:
     if type(rope_bits) is not int or rope_bits not in ROPE_BITS:
         said = f"--additional-config: packed_kv.latent_rope_bits is {_shown(rope_bits)}"
         raise OptionError(f"{said}; write {KEYS['latent_rope_bits']}")
-    mixed_graphs = options.get("mixed_graphs", True)
+    mixed_graphs = options.get("mixed_graphs", False)
     if type(mixed_graphs) is not bool:
         said = f"--additional-config: packed_kv.mixed_graphs is {_shown(mixed_graphs)}"
         raise OptionError(f"{said}; write {KEYS['mixed_graphs']}")
