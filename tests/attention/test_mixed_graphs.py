@@ -102,14 +102,17 @@ def test_engines_without(changes: dict[str, Any], said: str, monkeypatch: pytest
     assert len(lines) == 1 and said in lines[0]
 
 
+@pytest.mark.parametrize("skipped", [[], [layer("auto")]], ids=["", "skipped"])
 @pytest.mark.parametrize(("longest", "most", "is_mixed"), [(1, 1, False), (4, 4, False), (1, 192, True), (4, 32, True)])
-def test_captures(longest: int, most: int, is_mixed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_captures(
+    longest: int, most: int, is_mixed: bool, skipped: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:  # fmt: skip
     """A batch in which one request may have all tokens is captured for any batch."""
     one = torch.zeros(1, dtype=torch.int64)
     built = PackedMetadata(1, one, one, one, one, one, [0, 1], [1], 1, 1, 1, one)
     monkeypatch.setattr(PackedMetadataBuilder, "build", lambda *_: built)
     builder = object.__new__(PackedMetadataBuilder)
-    builder.reorder_batch_threshold = longest
+    builder.reorder_batch_threshold, builder.vllm_config = longest, engine(monkeypatch, [layer(), *skipped])
     found = builder.build_for_cudagraph_capture(SimpleNamespace(max_query_len=most))  # type: ignore[arg-type]
-    assert found.is_mixed_graph == is_mixed
+    assert found.is_mixed_graph == is_mixed and found.has_other_layers == (is_mixed and bool(skipped))
     assert found.decode_query_len == (longest if is_mixed else 1) and found.steps.made == {}

@@ -16,7 +16,7 @@ from packed_kv.attention.layer import PairAttention, PairKernels
 from packed_kv.attention.layouts import PairLayout
 from packed_kv.attention.limits import Limits
 from packed_kv.attention.metadata import Batch, PackedMetadata
-from packed_kv.attention.passes import PassLimits, PrefixPass, plan_passes, prefix_passes
+from packed_kv.attention.passes import OverPrefixes, PassLimits, PrefixPass, PrefixPasses, plan_passes, prefix_passes
 from packed_kv.attention.prefill import FlashAttention, FlashPrefill
 from packed_kv.attention.store import PairStore
 from packed_kv.attention.triton_store import TritonPairStore
@@ -252,6 +252,7 @@ def test_graphs(decodes: list[tuple[int, int]], name: str, head_dim: int, has_ri
     batch = padded(case.batch(), requests=3, tokens=9)
     layer(case.codec, 64).forward(batch)
     check(case, batch.output, case.attend(layer(case.codec, 0)))
+    assert (batch.output[len(case.query) :] == 0).all()
 
 
 REPLAYED = [
@@ -262,6 +263,42 @@ REPLAYED = [
     [(18, 18)],
 ]
 """Batches of one graph: decodes with chunks, chunks alone, decodes alone, and a new prompt."""
+
+
+def tiled_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **options: Any) -> Any:
+    """As FlashAttention 3 reads V: in tiles, of which one may go on past the end of a sequence, with weights of 0."""
+    result = flash_attention(query, key, value, **options)
+    for start, end in pairwise(options["cu_seqlens_q"].tolist()):
+        if start < end:
+            past = value[end : start + -(-(end - start) // 8) * 8]
+            options["out"][start:end] += (0 * past.double().sum((0, 1))).to(value.dtype)
+    return result
+
+
+@runs
+@pytest.mark.parametrize("is_finite", [True, False], ids=["", "NaN"])
+def test_padding_of_a_graph(is_finite: bool) -> None:
+    """It becomes 0, whatever was there, so that V of the next layer is finite. Where other layers leave it as it was, V
+    is made 0, and no chunk meets NaN."""
+    shape, codec = (13, GROUP, 64), PagedCodec(FORMATS["turboquant25"], 64, device=DEVICE)
+    query, key, value = torch.randn(3, 13, GROUP, 64, device=DEVICE, dtype=torch.float16)
+    key, value, output = key[:, :1], value[:, :1], torch.full(shape, float("nan"), device=DEVICE, dtype=torch.float16)
+    output[:2], own = 7, slice(2, 9)
+    if not is_finite:
+        value[9:] = float("nan")
+    one = torch.zeros(1, dtype=torch.int32, device=DEVICE)
+    metadata = PackedMetadata(
+        13, one, one, one, one, one, [], [], -1, -1, 1, one, is_mixed_graph=True, has_other_layers=not is_finite
+    )  # fmt: skip
+    has_prefix = torch.tensor([0] * 4 + [1] * 5 + [-1] * 4, dtype=torch.int32, device=DEVICE)
+    part, lse = torch.full_like(output, float("nan")), torch.full(shape[:2], float("nan"), device=DEVICE)
+    part[4:9], lse[4:9] = 1, 0
+    over = OverPrefixes(PrefixPasses.of_graph(torch.zeros(1, 4, device=DEVICE), has_prefix, 4), part, lse)
+    options = AttentionOptions(64**-0.5)
+    prefill = FlashPrefill(codec, GROUP, 1, options, 64, 8, FlashAttention(tiled_attention, 64))
+    starts = torch.tensor([2, 2, 2, 4, 9, 9], dtype=torch.int32, device=DEVICE)
+    prefill.attend_in_graph(Batch(query, key, value, one, metadata, output), starts, over)
+    assert (output[:2] == 7).all() and (output[9:] == 0).all() and output[own].isfinite().all()
 
 
 def tensors_of(batch: Batch) -> list[torch.Tensor]:
@@ -311,3 +348,4 @@ def test_a_graph_replays_other_batches(monkeypatch: pytest.MonkeyPatch) -> None:
             if result is not None:  # a graph leaves FlashAttention's log-sum-exps where they were
                 result[1].copy_(again[1])
         check(case, graph.output, case.attend(layer(case.codec, 0)))
+        assert (graph.output[len(case.query) :] == 0).all()

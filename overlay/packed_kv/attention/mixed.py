@@ -40,7 +40,7 @@ def mixed_shapes(config: VllmConfig) -> tuple[list[tuple[int, int]], str]:
         return [], reason
     scheduler, compilation, longest = config.scheduler_config, config.compilation_config, longest_decode(config)
     most, limits = scheduler.max_num_batched_tokens, layers[0].attention.kernels.decode.pass_limits
-    if len(layers) < sum(hasattr(layer, "impl") for layer in _attention_layers(config)):
+    if has_other_layers(config):
         # vLLM's FlashAttention, which serves skipped layers, bounds its splits up to here alone.
         most = min(most, compilation.max_cudagraph_capture_size or 0)
     found = set()
@@ -82,6 +82,11 @@ def _lacks(config: VllmConfig, layers: list[Any]) -> str:
 
 def _attention_layers(config: VllmConfig) -> list[Any]:
     return list(get_layers_from_vllm_config(config, AttentionLayerBase).values())
+
+
+def has_other_layers(config: VllmConfig) -> bool:
+    """Return whether attention of some layers is not packed."""
+    return len(packed_layers(config)) < sum(hasattr(layer, "impl") for layer in _attention_layers(config))
 
 
 def packed_layers(config: VllmConfig) -> list[Any]:

@@ -40,7 +40,7 @@ class PrefixPasses:
     prefixes they are. `runs`: rows of the batch that neighbours among these have. `rows`: those up to the last.
 
     Of a CUDA graph, whose table the device fills anew in each replay, `has_prefix`, int32 [rows], is 1 for rows of
-    passes, `runs` are all rows, and `filled` is the number of passes that a step of one long chunk has."""
+    passes and -1 for padding, `runs` are all rows, and `filled` is the number of passes of a step of one long chunk."""
 
     table: torch.Tensor
     requests: frozenset[int]

@@ -155,7 +155,11 @@ class FlashPrefill(PrefillKernel["Batch"]):
             launch.apply(output, lse)
 
     def attend_in_graph(self, batch: Batch, chunk_start: torch.Tensor, over_prefixes: OverPrefixes) -> None:
-        """Fill `batch.output` for the chunks of a step whose batch only the device knows; other rows stay.
+        """Fill `batch.output` for the chunks of a step whose batch only the device knows; rows of decodes stay, padding
+        becomes 0.
+
+        FlashAttention 3 reads V in tiles, past the end of the last chunk too, and a weight of 0 times NaN is NaN. So
+        V of padding has to be finite. It is where all layers leave 0 for padding; others leave what was in memory.
 
         Args:
             batch: of a layer with K and V of its own.
@@ -165,12 +169,16 @@ class FlashPrefill(PrefillKernel["Batch"]):
         assert batch.key is not None and batch.value is not None and not self.pads and self.options.sinks is None
         tokens = batch.metadata.num_actual_tokens
         query, key, value, output = (x[:tokens] for x in (batch.query, batch.key, batch.value, batch.output))
+        has_prefix = over_prefixes.passes.has_prefix
+        assert has_prefix is not None
+        if batch.metadata.has_other_layers:
+            value.masked_fill_((has_prefix < 0)[:, None, None], 0)
         _, lse = self.flash_attention.function(
             query, key, value, cu_seqlens_q=chunk_start, cu_seqlens_k=chunk_start, max_seqlen_q=tokens,
             max_seqlen_k=tokens, softmax_scale=self.options.scale, causal=True, window_size=[-1, 0],
             softcap=self.options.logits_soft_cap or 0.0, return_softmax_lse=True, out=output, num_splits=1,
         )  # fmt: skip
-        part, has_prefix = over_prefixes.output, over_prefixes.passes.has_prefix
+        part = over_prefixes.output
         self._combine(output, part.shape[2], are_all=False).combine(output, lse, part, over_prefixes.lse.T, has_prefix)
 
     def attend_shard(self, batch: Batch, first: int, lse: torch.Tensor) -> None:

@@ -73,7 +73,7 @@ def test_each_row_reads_its_keys_once() -> None:
         passes = [one for one in made.passes.tolist() if one[2]]
         fullest = max(fullest, len(passes) / len(made.passes))
         over_prefix = {row + i: (request, keys) for request, row, rows, keys in passes for i in range(rows)}
-        assert len(over_prefix) == sum(rows for _, _, rows, _ in passes) == made.has_prefix.sum()
+        assert len(over_prefix) == sum(rows for _, _, rows, _ in passes) == (made.has_prefix == 1).sum()
         row, decode_start, chunk_start = 0, made.decode_start.tolist(), made.chunk_start.tolist()
         for request, (count, context) in enumerate(batch):
             is_decode = count <= longest
@@ -85,5 +85,6 @@ def test_each_row_reads_its_keys_once() -> None:
                 assert over_prefix.get(i) == expected
                 assert (made.decode_slots[i], made.chunk_slots[i]) == ((i, -1) if is_decode else (-1, i))
             row += count
+        assert (made.has_prefix[row:] == -1).all() and (made.has_prefix[:row] >= 0).all()
         assert (made.decode_slots[row:] == -1).all() and (made.chunk_slots[row:] == -1).all()
     assert fullest > 0.95

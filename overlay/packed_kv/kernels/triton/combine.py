@@ -28,12 +28,14 @@ def _combine_kernel(
     HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr,
 ):  # fmt: skip
     """Grid: tokens. `output` [tokens, HEADS, HEAD_DIM] and `part` [tokens, HEADS, PART_DIM], fp16, bf16 or fp32; `lse`
-    and `part_lse` fp32 [HEADS, tokens]; `has_part` int32 [tokens], 0 where a row stays as it is, unless ARE_ALL."""
+    and `part_lse` fp32 [HEADS, tokens]; `has_part` int32 [tokens], unless ARE_ALL: 0 where a row stays as it is,
+    negative where it becomes 0."""
     token = tl.program_id(0).to(tl.int64)
     head, channel = tl.arange(0, PADDED_HEADS), tl.arange(0, PADDED_DIM)
     there = head < HEADS
     if not ARE_ALL:
-        there &= tl.load(has_part + token) != 0
+        kind = tl.load(has_part + token)
+        there &= kind != 0
     a = tl.load(lse + head * lse_stride + token, mask=there, other=0.0)
     b = tl.load(part_lse + head * part_lse_head_stride + token * part_lse_token_stride, mask=there, other=0.0)
     b = tl.where(b == float("inf"), float("-inf"), b)  # FlashAttention 2 of no keys
@@ -46,6 +48,8 @@ def _combine_kernel(
     y = tl.load(part + (token * HEADS + head[:, None]) * PART_DIM + channel[None, :],
                 mask=known & (weight_b > 0)[:, None], other=0.0).to(tl.float32)  # fmt: skip
     result = x * (weight_a / total)[:, None] + y * (weight_b / total)[:, None]
+    if not ARE_ALL:
+        result = tl.where(kind < 0, 0.0, result)
     tl.store(target, result.to(output.dtype.element_ty), mask=known)
     tl.store(lse + head * lse_stride + token, top + tl.log(total), mask=there)
 
@@ -77,8 +81,8 @@ class CombineLaunch(Launch):
             part: [tokens, query heads, head_dim or more], contiguous; channels beyond the output's are not looked at.
             part_lse: fp32 [query heads, tokens] of any strides; infinite (of either sign) where a row saw
                 none of the further keys.
-            has_part: int32 [tokens], 0 where a row has no part: then it stays as it is, whatever is there. None: all
-                rows have one; as the constructor was told.
+            has_part: int32 [tokens], 0 where a row has no part: then it stays as it is, whatever is there; negative
+                where it is padding: then `output` becomes 0. None: all rows have a part; as the constructor was told.
         """
         assert lse.stride(1) == 1 and part.is_contiguous(), (lse.stride(), part.stride())
         assert self.constants["ARE_ALL"] == (has_part is None)

@@ -28,8 +28,8 @@ class MixedTables(NamedTuple):
     chunks. `decode_start` [requests + 1] and `chunk_start` [requests + 1]: first row of each decode, and of each chunk;
     the other requests have no rows there. `decode_lens` [requests]: tokens in the cache, 0 of chunks. `passes` [passes,
     4]: a request, its first row, rows and tokens of its prefix (`attention/passes.py`), for all rows of chunks behind
-    a prefix; those not needed are 0. `has_prefix` [tokens]: 1 for these rows, else 0. `decode_slots` and `chunk_slots`
-    [tokens]: slots in the rings, -1 for rows of the others; empty where there is no recent window.
+    a prefix; those not needed are 0. `has_prefix` [tokens]: 1 for these rows, -1 for padding, else 0. `decode_slots`
+    and `chunk_slots` [tokens]: slots in the rings, -1 for rows of the others; empty where there is no recent window.
     """
 
     decode_start: torch.Tensor
@@ -60,7 +60,7 @@ def plan_in_pytorch(
     tables.chunk_start.copy_(query_start.clamp(min=starts[first]))
     tables.decode_lens.zero_()[:first] = seq_lens[:first]
     passes = []
-    tables.has_prefix.zero_()
+    tables.has_prefix.zero_()[starts[-1] :] = -1
     for request in range(first, len(counts)):
         start, count = starts[request], counts[request]
         keys = context[request] - count
@@ -109,7 +109,7 @@ def _plan_mixed_kernel(
                 tl.store(tables.passes + 4 * unused + word, unused * 0, mask=unused < most)
         for base in range(own_end, tokens, LANES):  # padding
             row = base + tl.arange(0, LANES)
-            tl.store(tables.has_prefix + row, row * 0, mask=row < tokens)
+            tl.store(tables.has_prefix + row, row * 0 - 1, mask=row < tokens)
             if HAS_RING:
                 tl.store(tables.decode_slots + row, row * 0 - 1, mask=row < tokens)
                 tl.store(tables.chunk_slots + row, row * 0 - 1, mask=row < tokens)
