@@ -37,7 +37,7 @@ from test_ring import poisoned_ring
 from test_shares import Workspace
 from vllm.v1.worker import workspace
 
-GROUP, BLOCK, WINDOW, RING_BLOCK, RING_BLOCKS = 16, 16, 24, 8, 8
+GROUP, BLOCK, WINDOW, RING_BLOCK, RING_BLOCKS = 16, 16, 24, 8, 5
 MOST_PASSES = 2
 DECODES, CHUNKS = [(40, 1), (17, 1)], [(50, 6), (9, 9), (66, 3), (45, 13), (38, 8), (21, 5)]
 """(tokens, new tokens) of requests: of chunks, one is a new prompt, and one has too many passes."""
@@ -262,7 +262,8 @@ REPLAYED = [
     [(21, 5), (30, 12)],
     [(18, 18)],
 ]
-"""Batches of one graph: decodes with chunks, chunks alone, decodes alone, and a new prompt."""
+"""Batches of one graph: decodes with chunks; a chunk alone, whose last tokens take the places in the ring of tokens
+that its rows read there; decodes alone; chunks alone; and a new prompt."""
 
 
 def tiled_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **options: Any) -> Any:
