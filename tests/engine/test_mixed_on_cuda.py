@@ -39,7 +39,7 @@ log probabilities are apart; and the share of requests that end alike. On a CPU,
 21."""
 OPTIONS: dict[str, Any] = {
     "enable_prefix_caching": True, "max_num_batched_tokens": STEP_TOKENS, "max_num_seqs": 16, "recent_tokens": None,
-    "enforce_eager": False, "max_model_len": 2048,
+    "enforce_eager": False, "max_model_len": 2048, "additional_config": {"packed_kv": {"mixed_graphs": True}},
 }  # fmt: skip
 Line = list[tuple[int, float]]
 """Tokens of a request, each with its logarithm of a probability."""
@@ -236,7 +236,7 @@ def test_tokens(name: str, demo_model: str, replayed: Counter, monkeypatch: pyte
             repeats.check()
     off = {"additional_config": {"packed_kv": {"mixed_graphs": False}}}
     before = replayed.copy()
-    with engine(demo_model, name, compilation_config=graphs("FULL_AND_PIECEWISE"), **OPTIONS, **off) as llm:
+    with engine(demo_model, name, compilation_config=graphs("FULL_AND_PIECEWISE"), **OPTIONS | off) as llm:
         ordinary = serve(llm)
     assert replayed == before
     check_alike(lines, *ordinary)
