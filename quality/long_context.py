@@ -51,7 +51,8 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 BAND, FP8 = 1024, "fp8"
 OTHERS = (FP8, *BITS)
 ReadBack = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, ...]]
-"""Keys and values [tokens, heads, head_dim] from position 0 on -> the same as a cache gives them back."""
+"""Keys and values [tokens, heads, head_dim] from position 0 on -> the same as pages give them back and, unless that is
+as they are, as the recent window does."""
 
 
 class FarPacked:
@@ -77,11 +78,11 @@ class FarPacked:
             return sdpa_attention_forward(module, query, key, value, mask, **options)
         tokens, count = key.shape[2], query.shape[2]
         read_back = self.codecs[module.layer_idx](key[0].transpose(0, 1), value[0].transpose(0, 1))
-        far_key, far_value = (x.transpose(0, 1)[None] for x in read_back)
+        far_key, far_value, *near_pair = (x.transpose(0, 1)[None] for x in read_back)
         distance = torch.arange(tokens - count, tokens)[:, None] - torch.arange(tokens)
         near = (distance >= 0) & (distance < self.recent)
         both = torch.cat((distance >= self.recent, near), -1)[None, None]  # each token twice, and seen once
-        keys, values = (torch.cat(pair, 2) for pair in ((far_key, key), (far_value, value)))
+        keys, values = (torch.cat(pair, 2) for pair in zip((far_key, far_value), near_pair or (key, value), strict=True))
         return sdpa_attention_forward(module, query, keys, values, both, **{**options, "is_causal": False})
 
 
