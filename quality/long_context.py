@@ -82,7 +82,9 @@ class FarPacked:
         distance = torch.arange(tokens - count, tokens)[:, None] - torch.arange(tokens)
         near = (distance >= 0) & (distance < self.recent)
         both = torch.cat((distance >= self.recent, near), -1)[None, None]  # each token twice, and seen once
-        keys, values = (torch.cat(pair, 2) for pair in zip((far_key, far_value), near_pair or (key, value), strict=True))
+        keys, values = (
+            torch.cat(pair, 2) for pair in zip((far_key, far_value), near_pair or (key, value), strict=True)
+        )
         return sdpa_attention_forward(module, query, keys, values, both, **{**options, "is_causal": False})
 
 

@@ -45,6 +45,8 @@ from transformers import DynamicCache
 CPU = torch.device("cpu")
 SEARCH = {1: (0, 20), 5: (2, 4)}
 """bits -> scale bytes tried above and below that of absmax, for the widths that no dtype has."""
+BLOCKS = 8
+"""Blocks of consecutive tokens of a window, over which standard errors are taken."""
 
 
 @dataclass(frozen=True)
@@ -280,7 +282,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         help="tokens of the exact prompt, and behind it those that are scored (default: 0:1024 3500:192)")  # fmt: skip
     add("--windows", type=int, default=2, help="of each text (default: %(default)s)")
     add("--sequences", type=int, default=16, help="to choose scales by (default: %(default)s)")
-    add("--sequence-tokens", type=int, default=2048, help="of each (default: %(default)s)")
+    add("--sequence-tokens", type=int, default=1024, help="of each (default: %(default)s)")
     add("--output", type=Path, metavar="FILE")
     add("--markdown", action="store_true")
     options = parser.parse_args(arguments)
@@ -300,7 +302,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         return RECENT_TOKENS, {number: through_row(row, *of_layer, tokens) for number, of_layer in chosen_by.items()}
 
     for prompt, scored in options.tests:
-        windows = {}
+        windows: dict[str, list[int]] = {}
         for path in options.text:
             pieces = text_windows(tokenizer, path.read_text(encoding="utf-8"), prompt + scored, options.windows)
             windows |= {f"{path.stem} {number}": piece for number, piece in enumerate(pieces)}
@@ -325,19 +327,21 @@ def title(row: Row | None) -> str:
 def print_rows(
     results: Results, case: Case, windows: Sequence[str], wanted: Sequence[Row | None], channels: int, markdown: bool
 ) -> None:
-    """KL divergence of each row, with its standard error over windows, and its ratios to others, by pairs of windows."""
+    """KL divergence of each row, with its standard error over blocks of windows, and its ratios to others, paired."""
 
     def kl(row: Row | None) -> list[float]:
-        return results.of(replace(case, dtype=title(row)), windows)
+        of_windows = [results.kl[replace(case, dtype=title(row)), window] for window in windows]
+        blocks = (block for kl in of_windows for block in torch.tensor(kl).tensor_split(BLOCKS))
+        return [float(block.mean()) for block in blocks]
 
     found = []
     for row in wanted:
-        ours = kl(row)
-        error = f" ± {stdev(ours) / len(ours) ** 0.5:.5f}" if len(ours) > 1 else ""
-        of_today = ratio(ours, kl(Row(row.dtype))) if row and row != Row(row.dtype) else ""
-        found.append([title(row), f"{bits_of(row, channels):g}", f"{fmean(ours):.5f}{error}", of_today,
-                      ratio(ours, kl(None)) if row else ""])  # fmt: skip
-    print(f"{len(windows)} windows, prompts of {case.prompt:,} tokens\n")
+        ours, today = kl(row), Row(row.dtype) if row else None
+        cells = [title(row), f"{bits_of(row, channels):g}", f"{fmean(ours):.5f} ± {stdev(ours) / len(ours) ** 0.5:.5f}"]
+        cells += [ratio(ours, kl(today)) if row != today else "", ratio(ours, kl(None)) if row else ""]
+        found.append(cells)
+    scored = sum(len(results.kl[replace(case, dtype=title(None)), window]) for window in windows)
+    print(f"\n{len(windows)} windows, prompts of {case.prompt:,} tokens, {scored:,} tokens scored\n")
     print_table(["K and V", "bits", "KL", "of today's", "of fp8's"], found, markdown)
 
 

@@ -29,8 +29,11 @@ def test_far_tokens_are_read_from_codecs_and_near_ones_as_they_are() -> None:
     run, cache = long_context.FarPacked(model), DynamicCache()
     ids = torch.randint(tiny_models.VOCAB, (1, LENGTH), generator=torch.Generator().manual_seed(1))
 
-    def with_codecs(ids: torch.Tensor, by: float) -> torch.Tensor:
-        run.codecs = dict.fromkeys(range(len(cache.layers)), lambda key, value: (key, value + by))
+    def with_codecs(ids: torch.Tensor, by: float, near_by: float | None = None) -> torch.Tensor:
+        def read_back(key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            return (key, value + by) if near_by is None else (key, value + by, key, value + near_by)
+
+        run.codecs = dict.fromkeys(range(len(cache.layers)), read_back)
         found = run.log_probs(ids, cache, SCORED)
         run.codecs = {}
         return found
@@ -40,7 +43,11 @@ def test_far_tokens_are_read_from_codecs_and_near_ones_as_they_are() -> None:
         model.base_model(ids[:, :-SCORED], **{CACHE_ARGUMENT: cache}, use_cache=True)
         assert_close(run.log_probs(ids, cache, SCORED), expected, rtol=1e-4, atol=1e-4)
         assert_close(with_codecs(ids, 0.0), expected, rtol=1e-4, atol=1e-4)
+        assert_close(with_codecs(ids, 0.0, 0.0), expected, rtol=1e-4, atol=1e-4)
         assert (with_codecs(ids, 1.0) - expected).abs().max() > 0.1
+        assert (with_codecs(ids, 0.0, 1.0) - expected).abs().max() > 0.1
+        both = (with_codecs(ids, 1.0, 1.0), with_codecs(ids, 1.0))
+        assert (both[0] - both[1]).abs().max() > 0.1, "the window reads what the codec gives for it"
         near, cache = ids[:, :RECENT_TOKENS], DynamicCache()
         model.base_model(near[:, :-SCORED], **{CACHE_ARGUMENT: cache}, use_cache=True)
         assert_close(with_codecs(near, 1.0), model(near).logits[0, -SCORED:].log_softmax(-1), rtol=1e-4, atol=1e-4)
