@@ -255,13 +255,16 @@ def bits_of(row: Row | None, channels: int) -> float:
 
 def widths_of(text: str) -> tuple[str, tuple[int, ...]]:
     """DTYPE=BITS,BITS,... of the command line."""
-    dtype, _, bits = text.partition("=")
+    dtype, _, numbers = text.partition("=")
     if dtype not in FORMATS or FORMATS[dtype].rotation != "hadamard":
         raise argparse.ArgumentTypeError(f"{dtype} is no dtype with Hadamard rotation")
-    return dtype, tuple(map(int, bits.split(",")))
+    bits = tuple(map(int, numbers.split(",")))
+    if unknown := set(bits) - {*CODES, *SEARCH}:
+        raise argparse.ArgumentTypeError(f"there is no code of {unknown.pop()} bits")
+    return dtype, bits
 
 
-def test_of(text: str) -> tuple[int, int]:
+def lengths_of(text: str) -> tuple[int, int]:
     """PROMPT:SCORED of the command line."""
     prompt, _, scored = text.partition(":")
     return int(prompt), int(scored)
@@ -278,7 +281,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     add("--text", nargs="+", required=True, type=Path, metavar="FILE")
     add("--widths", nargs="+", type=widths_of, default=[widths_of(text) for text in HEADS_OF_64], metavar="DTYPE=BITS",
         help=f"of K's sections, by dtype of the same bytes (default: {' '.join(HEADS_OF_64)})")  # fmt: skip
-    add("--tests", nargs="+", type=test_of, default=[(0, 1024), (3500, 192)], metavar="PROMPT:SCORED",
+    add("--tests", nargs="+", type=lengths_of, default=[(0, 1024), (3500, 192)], metavar="PROMPT:SCORED",
         help="tokens of the exact prompt, and behind it those that are scored (default: 0:1024 3500:192)")  # fmt: skip
     add("--windows", type=int, default=2, help="of each text (default: %(default)s)")
     add("--sequences", type=int, default=16, help="to choose scales by (default: %(default)s)")
@@ -293,6 +296,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
     Collector()  # registers the attention that the model is loaded with
     model, tokenizer = load_model(options.model, ATTENTION, "float32", CPU), load_tokenizer(options.model)
+    for dtype, bits in options.widths:
+        of_dtype = FORMATS[dtype].group_bits(model.config.head_dim)
+        if (len(bits), sum(bits)) != (len(of_dtype), sum(of_dtype)):
+            parser.error(f"K of {bits} bits has not the bytes of {dtype}, which has {of_dtype} in this model")
     chosen_by = statistics_of(model, tokenizer, options.sequences, options.sequence_tokens)
     run, results = FarPacked(model), Results(options.output)
 

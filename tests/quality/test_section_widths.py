@@ -150,5 +150,19 @@ def test_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out.replace("\n\n\n", "\n\n").split("\n\n")[1].splitlines()[1:] == table
 
 
+@pytest.mark.parametrize(
+    ("widths", "message"),
+    [
+        ("tq3=4,3,3,3", "has not the bytes of tq3"),
+        ("tq3=6,3,2,1", "no code of 6 bits"),
+        ("isoquant3=4,3,3,2", "no dtype with Hadamard"),
+    ],
+)
+def test_widths_that_cannot_be(widths: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        section_widths.main([str(DEMO_MODEL), "--text", "none", "--widths", widths])
+    assert message in capsys.readouterr().err
+
+
 def teardown_module() -> None:
     Collector()
