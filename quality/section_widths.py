@@ -62,6 +62,11 @@ class Row:
         changes = ["V less mean"] * self.value_mean + ["from afar"] * self.from_afar
         return ", ".join([self.dtype, *changes, *[f"K {self.key_bits}"] * bool(self.key_bits)])
 
+    def less_last_change(self) -> Row:
+        if self.key_bits:
+            return replace(self, key_bits=())
+        return replace(self, from_afar=False) if self.from_afar else Row(self.dtype)
+
 
 def rows(widths: Mapping[str, Sequence[tuple[int, ...]]]) -> list[Row]:
     """Each dtype of `widths` as it is today, with each change, and with each list of widths of K on top."""
@@ -343,13 +348,14 @@ def print_rows(
 
     found = []
     for row in wanted:
-        ours, today = kl(row), Row(row.dtype) if row else None
+        ours = kl(row)
         cells = [title(row), f"{bits_of(row, channels):g}", f"{fmean(ours):.5f} ± {stdev(ours) / len(ours) ** 0.5:.5f}"]
-        cells += [ratio(ours, kl(today)) if row != today else "", ratio(ours, kl(None)) if row else ""]
+        others = [Row(row.dtype), row.less_last_change(), None] if row else []
+        cells += ["" if row == other else ratio(ours, kl(other)) for other in others] or [""] * 3
         found.append(cells)
     scored = sum(len(results.kl[replace(case, dtype=title(None)), window]) for window in windows)
     print(f"\n{len(windows)} windows, prompts of {case.prompt:,} tokens, {scored:,} tokens scored\n")
-    print_table(["K and V", "bits", "KL", "of today's", "of fp8's"], found, markdown)
+    print_table(["K and V", "bits", "KL", "of today's", "of it less the last change", "of fp8's"], found, markdown)
 
 
 if __name__ == "__main__":

@@ -145,7 +145,11 @@ def test_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         "tq3, V less mean, from afar, K (4, 3, 3, 2)", "tq3, V less mean, K (4, 3, 3, 2)",
         "tq3, V less mean, from afar, K (3, 3, 3, 3)", "tq3, V less mean, K (3, 3, 3, 3)",
     ]  # fmt: skip
-    assert float(table[1].split("3.25")[1].split()[0]) > 0
+    kl = [float(line.split("3.25")[1].split()[0]) for line in table[1:]]
+    ratios = [[float(cell.split()[0]) for cell in line.split("  ") if " ± " in cell][1:] for line in table[2:]]
+    for number, (at, of_today, of_less, _) in enumerate(zip(kl[1:], *zip(*ratios, strict=True), strict=True)):
+        assert of_today == pytest.approx(at / kl[0], rel=0.03)
+        assert of_less == pytest.approx(at / kl[(0, 1, 2, 1, 2, 1)[number]], rel=0.03)
     section_widths.main([*arguments, str(tmp_path / "kl.json")])
     assert capsys.readouterr().out.replace("\n\n\n", "\n\n").split("\n\n")[1].splitlines()[1:] == table
 
