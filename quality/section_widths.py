@@ -82,7 +82,7 @@ def rows(widths: Mapping[str, Sequence[tuple[int, ...]]]) -> list[Row]:
 
 @dataclass
 class Moments:
-    """What a calibration file of today does not know of a layer. All but `attention` are float64 [KV heads, channels].
+    """Statistics of a layer that no calibration file holds today; float64 [KV heads, channels].
 
     value_mean, value_first_mean: mean of V behind position 0, and at it.
     value_variance: mean square of V less those.

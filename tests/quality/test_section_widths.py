@@ -131,6 +131,12 @@ def test_moments_are_those_of_the_text() -> None:
     assert_close(found.far_weight, turned_squares(sums / total[:, None], rope), rtol=1e-4, atol=1e-6)
 
 
+def test_last_changes() -> None:
+    rows = [Row("tq3", True, True, (4, 2)), Row("tq3", True, True), Row("tq3", True), Row("tq3")]
+    assert [row.less_last_change() for row in rows] == [*rows[1:], rows[-1]]
+    assert Row("tq3", True, False, (4, 2)).less_last_change() == rows[2]
+
+
 def test_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = tmp_path / "text"
     text.write_text("The quick brown fox jumps over the lazy dog. " * 100)
