@@ -14,7 +14,7 @@ from packed_kv.gpu_generations import generation_of
 from packed_kv.kernels import power_of_2
 from packed_kv.kernels.cuda.schedule import Scheduler
 from packed_kv.kernels.kernel_layout import kernel_layout
-from packed_kv.kernels.triton import decode, gather, means, merge, ring, store, store_section
+from packed_kv.kernels.triton import decode, gather, means, merge, mixed_plan, ring, store, store_section
 from packed_kv.kernels.triton.quantize import Transform
 from packed_kv.layout import MEAN_BLOCK, PageLayout, page_layout, ring_layout
 
@@ -395,6 +395,35 @@ def gather_ring_case() -> Case:
     )  # fmt: skip
 
 
+def plan_mixed_case() -> Case:
+    return Case(
+        kernel="packed_kv.kernels.triton.mixed_plan:_plan_mixed_kernel",
+        arch=90,
+        types=dict(
+            query_start="*i32", seq_lens="*i32", slots="*i32",
+            tables=mixed_plan.MixedTables(*["*i32"] * len(mixed_plan.MixedTables._fields)), tokens="i32", most="i32",
+        ),
+        constants=dict(PADDED=256, LONGEST=1, PASS_TOKENS=16, HAS_RING=True, LANES=mixed_plan.LANES),
+        options=dict(num_warps=4),
+        unaligned=("tokens", "most"),
+    )  # fmt: skip
+
+
+def combine_case() -> Case:
+    strides = ("lse_stride", "part_lse_head_stride", "part_lse_token_stride")
+    return Case(
+        kernel="packed_kv.kernels.triton.combine:_combine_kernel",
+        arch=90,
+        types=dict(
+            output="*bf16", lse="*fp32", part_lse="*fp32", part="*bf16", has_part="*i32",
+            **dict.fromkeys(strides, "i32"), output_token_stride="i32", output_head_stride="i32",
+        ),
+        constants=dict(ARE_ALL=False, PART_DIM=128, HEADS=32, PADDED_HEADS=32, HEAD_DIM=128, PADDED_DIM=128),
+        options=dict(num_warps=4),
+        unaligned=("lse", "part_lse", "has_part", *strides),
+    )  # fmt: skip
+
+
 def test_what_stands_around_decode_stays_in_registers():
     merges = [(tile, arch) for tile in merge.MERGE_TILES for arch in (80, 120)] + [
         ((8, 8), 90, True),
@@ -403,6 +432,7 @@ def test_what_stands_around_decode_stays_in_registers():
     ]
     cases = [merge_case(*key) for key in merges]
     cases += [rotate_query_case(), sinks_case(), share_case(), plan_ring_case(), gather_ring_case()]
+    cases += [plan_mixed_case(), combine_case()]
     cases += [unrotate_case(head_dim) for head_dim in (128, 256)]
     schedules = [(66, True), (256, False), (256, True)]
     cases += [schedule_case(*key) for key in schedules]
@@ -413,6 +443,8 @@ def test_what_stands_around_decode_stays_in_registers():
         "share",
         "plan_ring",
         "gather_ring",
+        "plan_mixed",
+        "combine",
         "unrotate 128",
         "unrotate 256",
         *schedules,
