@@ -48,7 +48,7 @@ def test_parts_one_after_the_other(path: str) -> None:
     first = "tests/codecs/test_cuda.py tests/attention/test_sparse_steps.py tests/kernels"
     assert f"ran -n 8 {first} --ignore=tests/kernels/test_compile.py" in kernels
     assert "ran tests/selftest/test_selftest_on_cuda.py" in selftest
-    assert "ran -n 5 tests/engine/test_on_cuda.py tests/engine/test_latent_on_cuda.py" in engine
+    assert "ran -n 5 tests/engine/test_on_cuda.py tests/engine/test_mixed_on_cuda.py" in engine
     assert "ran -n 4 tests/engine/test_sparse_on_cuda.py tests/engine/test_hy4_on_cuda.py" in picked
     cases = re.findall(r'^    "(tests/.*?)"', SCRIPT.read_text(), re.MULTILINE)
     assert memcheck.count("ran tests/") == 8 and len(cases) > 20
