@@ -24,7 +24,6 @@ import asyncio
 import contextlib
 import random
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -286,12 +285,7 @@ async def measure_engine(name: str, model: str, options: argparse.Namespace) -> 
 
 def measure(name: str, options: argparse.Namespace) -> None:
     """In a process of its own: measure one dtype in one mode."""
-    import bench_engine
-
-    if not options.together and not workers.wait_for_device():
-        return
-    with tempfile.TemporaryDirectory() as folder:
-        asyncio.run(measure_engine(name, options.model or bench_engine.write_model(folder), options))
+    async_engine.measure(name, options, measure_engine)
 
 
 def main() -> int:

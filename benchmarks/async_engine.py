@@ -114,8 +114,8 @@ async def measure_engines(dtype: str, model: str, options: argparse.Namespace) -
             engine.shutdown()
 
 
-def measure(dtype: str, options: argparse.Namespace) -> None:
-    """In a process of its own: measure one dtype."""
+def measure(dtype: str, options: argparse.Namespace, measure_engines: Any = measure_engines) -> None:
+    """In a process of its own: measure one dtype, by a coroutine of the dtype, a model's folder and the options."""
     import bench_engine
 
     if not options.together and not workers.wait_for_device():

@@ -85,6 +85,7 @@ def test_limits(changes: dict[str, Any], most: tuple[int, int], monkeypatch: pyt
         ({"tokens": 16}, "max_num_batched_tokens is 16"),
         ({"layers": [layer(), layer(limits=None)]}, "the CUDA kernel of 64 columns does not serve all layers"),
         ({"layers": [layer(decode=False)]}, "the CUDA kernel of 64 columns does not serve all layers"),
+        ({"layers": [layer(), layer(decode=False)]}, "the CUDA kernel of 64 columns does not serve all layers"),
         ({"layers": [layer(), layer(limits=PassLimits(12, 256, 8, 4096))]}, "layers differ in their query heads"),
         ({"layers": [layer(), layer(shares="0")]}, "layers share caches"),
         ({"layers": [layer(prefill=None)]}, "no FlashAttention serves the prompts"),

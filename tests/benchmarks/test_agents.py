@@ -114,7 +114,7 @@ def loop(monkeypatch: pytest.MonkeyPatch) -> Iterator[InstantLoop]:
 def loaded(
     loop: InstantLoop, engine: Engine, count: int = 2, arrivals: float = 0
 ) -> tuple[agents.Seen, list[agents.Agent], dict[str, str]]:
-    """What arrived in 10 seconds behind 5 of warm-up, the agents, and the figures."""
+    """Return what arrived in 10 seconds behind 5 of warm-up, the agents, and the figures."""
     seen, given = agents.Seen(), options("--warm-up", "5", "--seconds", "10")
     working = agents.make_agents(count, arrivals, 1000, given)
     begin, end = loop.run_until_complete(agents.load(engine, working, arrivals, seen, given))

@@ -314,7 +314,7 @@ def tensors_of(batch: Batch) -> list[torch.Tensor]:
 
 @runs
 def test_a_graph_replays_other_batches(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the first batch has launched, launched again with the same arguments, serves the others."""
+    """The launches of the first batch, repeated with the same arguments, serve the other batches."""
     calls: list[Any] = []
 
     def record(patches: pytest.MonkeyPatch, owner: Any, name: str) -> None:

@@ -20,8 +20,6 @@ TOKENS = (32, 64, 96, 128, 160, 192, 256, 320, 384, 512, 576, 640, 768, 1024)
 """Tokens of the graphs. Longer steps wait for the GPU, not for the host."""
 REQUESTS = (16, 72, 256)
 """Requests of the graphs of a number of tokens: grids have a block for each request and KV head, needed or not."""
-
-
 DRAFTERS = ("ngram", "ngram_gpu", "suffix")
 """Methods of drafting without layers."""
 
@@ -70,7 +68,8 @@ def _lacks(config: VllmConfig, layers: list[Any]) -> str:
     if config.parallel_config.pipeline_parallel_size > 1:
         return "stages of a pipeline would have to agree on the graphs"
     kernels = [layer.attention.kernels for layer in layers if layer.attention is not None]
-    tokens = {made.decode.pass_limits and made.decode.pass_limits.tokens for made in kernels if made.decode is not None}
+    limits = [made.decode and made.decode.pass_limits for made in kernels]
+    tokens = {each and each.tokens for each in limits}
     if not tokens or None in tokens:
         return "the CUDA kernel of 64 columns does not serve all layers"
     if len(tokens) > 1:

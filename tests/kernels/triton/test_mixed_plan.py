@@ -60,8 +60,8 @@ def test_the_kernel_equals_the_reference(seed: int) -> None:
 
 
 def test_each_row_reads_its_keys_once() -> None:
-    """Of thousands of batches: a decode its request's pages, a chunk's row its prefix and its own tokens up to it; and
-    no batch needs more passes than there are."""
+    """In thousands of batches, a decode reads its request's pages, and a chunk's row its prefix and its own tokens up
+    to it; no batch needs more passes than there are."""
     generator, fullest = random.Random(7), 0.0
     for _ in range(3000):
         longest, pass_tokens = generator.choice([1, 1, 4]), generator.choice([16, 8, 4])

@@ -138,10 +138,9 @@ def make_counters(requests: int, inputs: GridInputs, columns: Mapping[int, int],
 
 
 def make_schedulers(
-    requests: int, inputs: GridInputs, columns: Mapping[int, int], device: torch.device, thirds: int = 2
+    requests: int, inputs: GridInputs, columns: Mapping[int, int], device: torch.device
 ) -> dict[BlockKind, Scheduler]:
-    """Return the schedulers for batches of up to `requests`, of these columns and their passes. `thirds`: see
-    `Scheduler`."""
+    """Return the schedulers for batches of up to `requests`, of these columns and their passes."""
     batches: dict[BlockKind, int] = {}
     for count, passes in columns.items():
         few, many = block_kinds(inputs, count)
@@ -149,7 +148,7 @@ def make_schedulers(
         for kind, batch in ((few, min(most, 2 * few.resident(inputs))), (many, most)):
             batches[kind] = max(batch, batches.get(kind, 0))  # columns may share a kind
     return {
-        kind: Scheduler(batch, kind.resident(inputs), kind.warps, device, stream_k=kind.stream_k, thirds=thirds)
+        kind: Scheduler(batch, kind.resident(inputs), kind.warps, device, stream_k=kind.stream_k)
         for kind, batch in batches.items()
     }
 
