@@ -1,9 +1,10 @@
-"""Attention weights of distant keys: how much an error of each key costs, which weighs K's means and variances.
+"""Attention weights between distant tokens: how much an error of each key costs, and by which queries.
 
 An error e of key j moves a score of query i by q_i . e, and the attention's output o_i by about p_ij (q_i . e) (v_j -
 o_i), where p_ij is the attention weight of the pair. The weight of a key is the sum of p_ij^2 over queries; v_j - o_i
 makes no measurable difference (docs/tried.md). In most layers a few keys (of delimiters, say) have most of the weight,
-and they differ from the mean of all keys.
+and they differ from the mean of all keys: so K's means and variances are weighed by it. The same sum over keys is the
+weight of a query, by which its squares count where the channels' scales are chosen.
 
 Keys nearer than `NEAR` are left out: the recent window holds them raw, and they would outweigh all others.
 """
@@ -13,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 
@@ -38,28 +40,37 @@ class Scores:
     sinks: torch.Tensor | None = None
 
 
+class FarAttention(NamedTuple):
+    """Sums of squared attention weights of pairs of a key and a sampled query at least `NEAR` tokens later.
+
+    `of_keys`: fp32 [tokens, KV heads], what each key gets. `of_queries`: fp32 [tokens, heads], what each query gives.
+    Both leave out keys of position 0, and are 0 in sequences of up to `NEAR` tokens.
+    """
+
+    of_keys: torch.Tensor
+    of_queries: torch.Tensor
+
+
 def attention_from_afar(
     query: torch.Tensor, key: torch.Tensor, positions: torch.Tensor, scores: Scores
-) -> torch.Tensor:
-    """Sum of squared attention weights that each key gets from queries at least `NEAR` tokens later.
+) -> FarAttention:
+    """Return the weights of a layer's keys and queries.
 
     Args:
         query: float [tokens, heads, head_dim] of whole sequences, one behind the other.
         key: float [tokens, KV heads, head_dim].
         positions: int [tokens], of each token in its own sequence; a sequence begins at each 0.
         scores: how the layer attends.
-
-    Returns:
-        fp32 [tokens, KV heads]. Keys of position 0 get 0, as do all of sequences up to `NEAR` tokens.
     """
-    weights = torch.zeros(key.shape[:2], dtype=torch.float32, device=key.device)
+    of_keys, of_queries = (torch.zeros(x.shape[:2], dtype=torch.float32, device=x.device) for x in (key, query))
     heads = query.shape[1] // key.shape[1]
     for tokens in _sequences(positions):
         for head in range(key.shape[1]):  # one at a time, or scores of long sequences would fill the memory
             own = slice(head * heads, (head + 1) * heads)
             sinks = None if scores.sinks is None else scores.sinks[own]
-            weights[tokens, head] = _of_a_sequence(query[tokens, own], key[tokens, head], scores, sinks)
-    return weights.masked_fill_((positions == 0).unsqueeze(1), 0)
+            found = _of_a_sequence(query[tokens, own], key[tokens, head], positions[tokens] == 0, scores, sinks)
+            of_keys[tokens, head], of_queries[tokens, own] = found
+    return FarAttention(of_keys, of_queries)
 
 
 def _sequences(positions: torch.Tensor) -> Iterator[slice]:
@@ -67,10 +78,14 @@ def _sequences(positions: torch.Tensor) -> Iterator[slice]:
     return (slice(start, end) for start, end in pairwise(starts) if end - start > NEAR)
 
 
-def _of_a_sequence(query: torch.Tensor, key: torch.Tensor, scores: Scores, sinks: torch.Tensor | None) -> torch.Tensor:
-    """Weights fp32 [tokens] of one head's keys [tokens, head_dim], from `query` [tokens, heads, head_dim]."""
+def _of_a_sequence(
+    query: torch.Tensor, key: torch.Tensor, is_first: torch.Tensor, scores: Scores, sinks: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Weights fp32 [tokens] of one head's keys [tokens, head_dim], and [tokens, heads] of `query` [tokens, heads,
+    head_dim]. is_first: bool [tokens], keys without weight."""
     asked, at = torch.arange(NEAR, len(key), STRIDE, device=key.device), torch.arange(len(key), device=key.device)
-    weights, keys = torch.zeros(len(key), dtype=torch.float32, device=key.device), key.float().T
+    of_keys, of_queries = (torch.zeros(shape, device=key.device) for shape in (key.shape[:1], query.shape[:2]))
+    keys = key.float().T
     for rows in asked.split(max(1, TILE // query.shape[1])):
         products = query[rows].float().transpose(0, 1) @ keys * scores.scale  # [heads, queries, keys]
         if scores.soft_cap:
@@ -79,6 +94,7 @@ def _of_a_sequence(query: torch.Tensor, key: torch.Tensor, scores: Scores, sinks
         products.masked_fill_((behind < 0) | (behind >= (scores.window or len(key))), -torch.inf)
         if sinks is not None:
             products = torch.cat((products, sinks.float().view(-1, 1, 1).expand(-1, len(rows), 1)), -1)
-        attention = products.softmax(-1)[..., : len(key)].masked_fill(behind < NEAR, 0)
-        weights += attention.square().sum((0, 1))
-    return weights
+        squares = products.softmax(-1)[..., : len(key)].masked_fill((behind < NEAR) | is_first, 0).square()
+        of_keys += squares.sum((0, 1))
+        of_queries[rows] = squares.sum(-1).T
+    return of_keys, of_queries

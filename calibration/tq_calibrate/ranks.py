@@ -10,7 +10,10 @@ from .errors import UserError
 from .sums import LayerSums, Sums
 
 OF_KEYS_AND_VALUES = ("key", "key_before_rope", "key_squares", "first_key", "value_squares", "key_max", "value_max")
-OF_ATTENTION = ("attention", "attended_key", "attended_before_rope", "attended_squares")
+OF_ATTENTION = (
+    "attention", "attended_key", "attended_before_rope", "attended_squares", "attending_squares",
+    "attending_before_rope",
+)  # fmt: skip
 OF_QUERIES = ("query_squares", "query_before_rope")
 
 

@@ -18,7 +18,8 @@ class LayerStatistics:
 
     key_energy, value_energy: mean square of K (after norm and RoPE) and V.
     key_mean, key_variance: mean of K and mean square of K minus it, half over all keys equally, half by attention.
-    key_weight: mean square of the queries in this channel.
+    key_weight: mean square of the queries in this channel, each weighed by its attention to distant keys
+        (`attended.py`) where there are any.
     rope: what turns K behind `key_mean`, which then is K's mean before it; the runtime takes off what it makes of that
         mean at a token's position, averaged over a block of them. `key_variance` and `key_weight` are then of all
         positions of the model, whatever the sequences' length.

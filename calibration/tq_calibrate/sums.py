@@ -86,11 +86,12 @@ class Sums:
 
 
 class LayerSums:
-    """Sums of one layer, float64 [KV heads, head_size]; `head_sizes` are K's and V's. Those before RoPE are
+    """Sums of one layer, float64 [KV heads, head_size]; `head_sizes` are K's and V's. Sums before RoPE are
     `sums_before_rope`, float64 [KV heads, ropes, 5 / 2 head_size]; every eighth query is in them.
 
     Keys of position 0 are summed separately: they are stored minus a mean of their own and differ from all others
-    (small, and heavily attended). Queries of position 0 are left out, as they see only one key.
+    (small, and heavily attended). Queries of position 0 are left out, as they see only one key. `attended_*` are
+    weighed by the attention of each key, `attending_*` by that of each query (`attended.py`).
     """
 
     def __init__(
@@ -102,11 +103,12 @@ class LayerSums:
     ) -> None:
         self.ropes = [rope for rope in ropes if 2 * len(rope.rope.frequencies) <= head_sizes[0]]  # of its kind of layer
         self.value_weight = output_columns.double().view(kv_heads, -1, head_sizes[1]).sum(1)
-        zeros = torch.zeros(7, kv_heads, head_sizes[0], dtype=torch.float64, device=self.value_weight.device)
+        zeros = torch.zeros(8, kv_heads, head_sizes[0], dtype=torch.float64, device=self.value_weight.device)
         self.key, self.key_squares, self.first_key, self.query_squares, self.key_max = zeros[:5]
-        self.attended_key, self.attended_squares = zeros[5:]
-        before_rope = zeros.new_zeros(3, kv_heads, len(self.ropes), head_sizes[0] * 5 // 2)
-        self.key_before_rope, self.attended_before_rope, self.query_before_rope = before_rope
+        self.attended_key, self.attended_squares, self.attending_squares = zeros[5:]
+        before_rope = zeros.new_zeros(4, kv_heads, len(self.ropes), head_sizes[0] * 5 // 2)
+        self.key_before_rope, self.attended_before_rope = before_rope[:2]
+        self.query_before_rope, self.attending_before_rope = before_rope[2:]
         self.attention = zeros.new_zeros(kv_heads, 1)
         self.value_squares, self.value_max = zeros.new_zeros(2, kv_heads, head_sizes[1])
         self.tokens = self.first_tokens = self.sampled_queries = 0
@@ -122,19 +124,25 @@ class LayerSums:
         later = key[~first].double()
         self.key += later.sum(0)
         self.key_squares += later.square().sum(0)
-        attention = attention_from_afar(query, key, positions, scores)[~first].double().unsqueeze(-1)
+        far = attention_from_afar(query, key, positions, scores)
+        attention = far.of_keys[~first].double().unsqueeze(-1)
         self.attention += attention.sum(0)
         self.attended_key += (attention * later).sum(0)
         self.attended_squares += (attention * later.square()).sum(0)
+        attending = far.of_queries.any(-1)
+        of_queries, queries = far.of_queries[attending].double(), query[attending].double()
+        self.attending_squares += self._of_kv_heads((of_queries.unsqueeze(-1) * queries.square()).sum(0)).sum(1)
         asked = positions % STRIDE == 1
         self.sampled_queries += int(asked.sum())
         for at, (rope, *_) in enumerate(self.ropes):
             before = before_rope(later, positions[~first], rope)
             self.key_before_rope[:, at] += sums_before_rope(before, rope)
             self.attended_before_rope[:, at] += sums_before_rope(before, rope, attention[..., 0])
-            queries = sums_before_rope(before_rope(query[asked].double(), positions[asked], rope), rope)
-            self.query_before_rope[:, at] += queries.unflatten(0, (len(self.key), -1)).mean(1)
-        self.query_squares += _squares(query[~first]).unflatten(0, (len(self.key), -1)).mean(1)
+            sampled = sums_before_rope(before_rope(query[asked].double(), positions[asked], rope), rope)
+            self.query_before_rope[:, at] += self._of_kv_heads(sampled).mean(1)
+            weighed = sums_before_rope(before_rope(queries, positions[attending], rope), rope, of_queries)
+            self.attending_before_rope[:, at] += self._of_kv_heads(weighed).sum(1)
+        self.query_squares += self._of_kv_heads(_squares(query[~first])).mean(1)
         self.value_squares += _squares(value)
         for largest, seen in ((self.key_max, key), (self.value_max, value)):
             torch.maximum(largest, seen.abs().amax(0).double(), out=largest)
@@ -147,12 +155,14 @@ class LayerSums:
         if at is None:
             rope, mean = None, self._weighed(self.key / later, self.attended_key, even)
             squares = self._weighed(energy, self.attended_squares, even)
-            variance, weight = (squares - mean.square()).clamp_min(0.0), self.query_squares / later
+            variance = (squares - mean.square()).clamp_min(0.0)
+            weight = self._weighed(self.query_squares / later, self.attending_squares, 0.0)
         else:
             rope = self.ropes[at]
             means = self._weighed(self.key_before_rope[:, at] / later, self.attended_before_rope[:, at], even)
             mean, variance = means[:, : self.key.shape[1]], stored_squares(means, rope)
-            weight = turned_squares(self.query_before_rope[:, at] / max(1, self.sampled_queries), rope)
+            sampled = self.query_before_rope[:, at] / max(1, self.sampled_queries)
+            weight = turned_squares(self._weighed(sampled, self.attending_before_rope[:, at], 0.0), rope)
         return LayerStatistics(
             key_energy=energy,
             key_variance=variance,
@@ -178,6 +188,10 @@ class LayerSums:
         means = self._weighed(self.key_before_rope[:, at] / later, self.attended_before_rope[:, at], even)
         own = means[:, : self.key.shape[1]]
         return stored_squares(means, rope) + squares_of_other_mean(own - mean, rope)
+
+    def _of_kv_heads(self, of_heads: torch.Tensor) -> torch.Tensor:
+        """[heads, n] -> [KV heads, query heads of each, n]."""
+        return of_heads.unflatten(0, (len(self.key), -1))
 
     def _weighed(self, alike: torch.Tensor, attended: torch.Tensor, even: float) -> torch.Tensor:
         """Mix the plain mean `alike` with the attention-weighted one (sum `attended`) where there is attention."""

@@ -29,13 +29,14 @@ def model(name: str, attention: str) -> PreTrainedModel:
     return built
 
 
-def squares_from_afar(attention: torch.Tensor) -> torch.Tensor:
-    """The definition: [heads, queries, keys] of one sequence -> [keys, KV heads]."""
+def squares_from_afar(attention: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The definition: [heads, queries, keys] of one sequence -> [keys, KV heads] and [queries, heads]."""
     asked = torch.arange(attended.NEAR, attention.shape[1], STRIDE)
     far = (asked.unsqueeze(1) - torch.arange(attention.shape[2])) >= attended.NEAR
-    weights = (attention[:, asked] * far).square().sum(1).unflatten(0, (KV_HEADS, -1)).sum(1).T
-    weights[0] = 0
-    return weights
+    squares = torch.zeros_like(attention)
+    squares[:, asked] = (attention[:, asked] * far).square()
+    squares[..., 0] = 0
+    return squares.sum(1).unflatten(0, (KV_HEADS, -1)).sum(1).T, squares.sum(2).T
 
 
 @pytest.mark.parametrize("name", ["llama", "sliding", "soft-cap", "sinks"])
@@ -56,9 +57,10 @@ def test_weights_are_those_of_the_models_attention(name: str, monkeypatch: pytes
         attentions = model(name, "eager")(batch, output_attentions=True).attentions
     assert len(found) == len(attentions)
     for layer, attention in enumerate(attentions):
-        expected = torch.cat([squares_from_afar(of_sequence) for of_sequence in attention])
-        assert expected.max() > 0
-        assert_close(found[layer], expected, rtol=1e-3, atol=1e-5 * float(expected.max()))
+        for ours, parts in zip(found[layer], zip(*map(squares_from_afar, attention), strict=True), strict=True):
+            expected = torch.cat(parts)
+            assert expected.max() > 0
+            assert_close(ours, expected, rtol=1e-3, atol=1e-5 * float(expected.max()))
 
 
 def test_tiles_and_sequences_do_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -66,10 +68,13 @@ def test_tiles_and_sequences_do_not_matter(monkeypatch: pytest.MonkeyPatch) -> N
     lengths = (TOKENS, NEAR, 2 * TOKENS)
     query, key = random(sum(lengths), HEADS, HEAD_SIZE, seed=1), random(sum(lengths), KV_HEADS, HEAD_SIZE, seed=2)
     positions = torch.cat([torch.arange(length) for length in lengths])
-    apart = torch.cat([
-        attention_from_afar(*part, Scores(0.125))
-        for part in zip(query.split(lengths), key.split(lengths), positions.split(lengths), strict=True)
-    ])  # fmt: skip
+    parts = zip(query.split(lengths), key.split(lengths), positions.split(lengths), strict=True)
+    of_parts = [attention_from_afar(*part, Scores(0.125)) for part in parts]
+    of_keys, of_queries = (torch.cat(of_each) for of_each in zip(*of_parts, strict=True))
     monkeypatch.setattr(attended, "TILE", 3)
-    assert_close(attention_from_afar(query, key, positions, Scores(0.125)), apart)
-    assert not apart[TOKENS : TOKENS + NEAR].any() and apart[1 : TOKENS - NEAR - STRIDE].all()
+    found = attention_from_afar(query, key, positions, Scores(0.125))
+    assert_close(found.of_keys, of_keys)
+    assert_close(found.of_queries, of_queries)
+    short = slice(TOKENS, TOKENS + NEAR)
+    assert not of_keys[short].any() and of_keys[1 : TOKENS - NEAR - STRIDE].all()
+    assert not of_queries[short].any() and of_queries[NEAR + STRIDE : TOKENS : STRIDE].all()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch.testing import assert_close
-from tq_calibrate.attended import NEAR, Scores
+from tq_calibrate.attended import NEAR, STRIDE, Scores
 from tq_calibrate.sums import EVEN, Sums
 
 TOKENS, HEADS, KV_HEADS, HEAD_SIZE = 4000, 4, 2, 64
@@ -45,6 +45,23 @@ def test_a_prompt_that_does_not_begin_at_position_0_leaves_the_first_mean_unknow
     positions = torch.arange(TOKENS) + 1
     sums.add(0, random(4, 1), random(2, 2), random(2, 3), positions, SCORES, lambda: torch.ones(4 * HEAD_SIZE))
     assert sums.statistics().layers[0].key_first_mean is None
+
+
+def test_queries_that_look_far_back_count_more() -> None:
+    """One query of the second head looks at one key, far behind it, and the others at themselves, as do all queries of
+    the first head: channels have their weight by that one query alone, and in the first head, where none is weighed,
+    by all queries."""
+    tokens, looked_at, at = 4 * NEAR, 9, 3 * NEAR
+    assert at % STRIDE == 0
+    query, key, value = (random(heads, seed)[:tokens] for heads, seed in ((HEADS, 1), (KV_HEADS, 2), (KV_HEADS, 3)))
+    key = torch.nn.functional.normalize(key, dim=-1)
+    query = 1e4 * key.repeat_interleave(HEADS // KV_HEADS, 1)
+    query[at, HEADS // 2] = 1e4 * key[looked_at, 1]
+    sums = Sums()
+    sums.add(0, query, key, value, torch.arange(tokens), SCORES, lambda: torch.ones(HEADS * HEAD_SIZE))
+    weight = sums.statistics().layers[0].key_weight
+    assert_close(weight[0], query[1:, 0].double().square().mean(0), rtol=1e-6, atol=0)
+    assert_close(weight[1], query[at, HEADS // 2].double().square(), rtol=1e-6, atol=0)
 
 
 def test_keys_that_are_looked_at_from_afar_count_more() -> None:
