@@ -136,7 +136,7 @@ def layer_codecs(
         return dict.fromkeys(range(len(cache.layers)), through_other(dtype))
     fmt, found = FORMATS[dtype], {}
     for number, layer in enumerate(cache.layers):
-        known = file.layers[number].taken_by(fmt) if file else LayerCalibration()
+        known = file.taken_by(fmt, file.layers[number]) if file else LayerCalibration()
         of_layer = PagedCodec(fmt, layer.keys.shape[-1], known.key, known.value, positions=tokens)
         found[number] = CODECS[codec](of_layer)
     return found

@@ -99,7 +99,7 @@ def test_a_decode_reads_what_the_engine_reads(name, version, window, tmp_path):
     ours = torch.einsum("hgt,htd->hgd", scores.softmax(-1), read_value[0]).reshape(1, HEADS * group, HEAD_DIM)
 
     fmt = FORMATS[name]
-    known = load(file).layers[0].taken_by(fmt) if file else LayerCalibration()
+    known = load(file).taken_by(fmt, load(file).layers[0]) if file else LayerCalibration()
     codec = PagedCodec(fmt, HEAD_DIM, known.key, known.value)
     blocks, positions = -(-tokens // 16), torch.arange(tokens)
     flat = [x[0].transpose(0, 1) for x in (key, value)]

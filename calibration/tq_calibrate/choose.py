@@ -39,7 +39,7 @@ FLOOR = 1e-9
 class LayerChoice:
     """A layer's entry in the file: channels int64 [KV heads, outliers] and [KV heads, head_size], means and scales
     float64 [KV heads, head_size] or None; those of V are of its own head_size. `key.mean` is the mean before `rope`, if
-    there is one; `key.rope` is not used."""
+    there is one; `key.rope` and `key.group_bits` are not used."""
 
     key: ChannelCalibration
     value: ChannelCalibration
@@ -55,8 +55,9 @@ def choose(layer: LayerStatistics, recipe: str) -> LayerChoice:
     value = (layer.value_energy * value_scale.square(), layer.value_weight / value_scale.square())
     value_order = channel_order(layer.value_energy, layer.value_weight)
     means = layer.key_mean, layer.key_first_mean
+    ranking = (layer.key_variance * layer.key_weight).argsort(dim=-1, descending=True, stable=True)
     return LayerChoice(
-        ChannelCalibration(outlier_channels(*key, count), channel_order(*key), *means, key_scale),
+        ChannelCalibration(outlier_channels(*key, count), channel_order(*key), *means, key_scale, ranking=ranking),
         ChannelCalibration(outlier_channels(*value, count), value_order, scale=value_scale),
         layer.rope,
     )

@@ -34,6 +34,7 @@ def summary(path: str) -> str:
         f"{len(layers)} layers, {calibration.heads}, {len(layers[0].key.outlier_channels[0])} outlier channels each",
         f"{_with(orders)} channel orders for isoquant and planarquant, {_with(means)} means of keys, "
         f"{_with(key_scales)} scales of keys, {_with(value_scales)} scales of values",
+        *(f"{name}: {', '.join(map(str, bits))} bits in groups of keys" for name, bits in calibration.key_bits.items()),
         *_ropes(calibration),
         *(f"  {name}: {value}" for name, value in (content.get("calibration") or {}).items()),
     ]

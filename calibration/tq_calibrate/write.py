@@ -18,9 +18,13 @@ from .statistics import LayerStatistics, Statistics
 
 
 def file_content(
-    statistics: Statistics, choices: dict[int, LayerChoice], recipe: str, model_name: str
+    statistics: Statistics,
+    choices: dict[int, LayerChoice],
+    recipe: str,
+    model_name: str,
+    key_bits: dict[str, tuple[int, ...]] | None = None,
 ) -> dict[str, Any]:
-    """The file as a JSON object; `packed_kv/turboquant_kv.schema.json` describes it.
+    """The file as a JSON object; `packed_kv/turboquant_kv.schema.json` describes it. key_bits: of K's groups by dtype.
 
     `key_channel_rms`, of K less its mean, and `value_channel_rms` are for `show` and `report`; the runtime does not
     read them.
@@ -31,7 +35,7 @@ def file_content(
         if choice.rope is not None and choice.rope not in ropes:
             ropes.append(choice.rope)
     layers = {
-        f"model.layers.{layer}.self_attn": _layer(statistics.layers[layer], choice, ropes)
+        f"model.layers.{layer}.self_attn": _layer(statistics.layers[layer], choice, ropes, is_ranked=bool(key_bits))
         for layer, choice in choices.items()
     }
     return {
@@ -44,12 +48,13 @@ def file_content(
         "transform_version": TRANSFORM_VERSION,
         "codebook_version": CODEBOOK_VERSION,
         "ropes": [{"parameters": parameters, **rope._asdict()} for rope, parameters, _ in ropes],
+        **({"key_group_bits": {name: list(bits) for name, bits in key_bits.items()}} if key_bits else {}),
         "calibration": {**statistics.source, "num_observed_tokens": statistics.tokens},
         "layers": layers,
     }
 
 
-def _layer(seen: LayerStatistics, choice: LayerChoice, ropes: list[ModelRope]) -> dict[str, Any]:
+def _layer(seen: LayerStatistics, choice: LayerChoice, ropes: list[ModelRope], *, is_ranked: bool) -> dict[str, Any]:
     numbers = {
         "key_channel_mean" if choice.rope is None else "key_channel_mean_before_rope": choice.key.mean,
         "key_first_token_mean": choice.key.first_mean,
@@ -62,6 +67,7 @@ def _layer(seen: LayerStatistics, choice: LayerChoice, ropes: list[ModelRope]) -
         "value_high_precision_indices": choice.value.outlier_channels.tolist(),
         "key_channel_order": choice.key.channel_order.tolist(),
         "value_channel_order": choice.value.channel_order.tolist(),
+        **({"key_channel_ranking": choice.key.ranking.tolist()} if is_ranked else {}),
         **{field: _rounded(found, 5) for field, found in numbers.items() if found is not None},
         "key_channel_rms": _rounded(seen.key_variance.sqrt(), 3),
         "value_channel_rms": _rounded(seen.value_energy.sqrt(), 3),

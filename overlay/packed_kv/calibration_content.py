@@ -12,14 +12,16 @@ from difflib import get_close_matches
 from typing import Any, NamedTuple
 
 from .channel_calibration import SCALE_BOUNDS, ChannelCalibration, LayerCalibration
-from .formats import FORMATS, HEAD_DIM_MULTIPLE, INPUT_LIMIT, fits_value_dim
+from .formats import FORMATS, GROUP_SIZE, HEAD_DIM_MULTIPLE, INPUT_LIMIT, fits_value_dim
 from .json_file import shown
+from .layout import key_vector
 from .model.rope import Parameters, Rope, normalised
 
-VERSION = 3
-"""Version of the files that are written; 1 and 2 are read too: 1 has no means and scales of channels, 2 none before
-RoPE."""
+VERSION = 4
+"""Version of the files that are written; 1 to 3 are read too: 1 has no means and scales of channels, 2 no means before
+RoPE, 3 no widths of K's groups, and scales that were chosen by all queries alike."""
 FIRST_WITH_ROPES = 3
+FIRST_WITH_KEY_BITS = 4
 LARGEST_HEAD_SIZE = 4096
 LARGEST_SIZE = 1e38
 """Bound of a channel's root mean square, so that its square is a float, too."""
@@ -31,12 +33,12 @@ RECIPES = tuple(name for name, fmt in FORMATS.items() if fmt.outlier_bits)
 FIELDS = {
     "the file": {
         "version", "recipe", "head_size", "value_head_size", "kv_heads", "ropes", "layers", "transform_version",
-        "codebook_version", "model_name", "calibration",
+        "codebook_version", "model_name", "calibration", "key_group_bits",
     },
     "a layer": {
         "key_high_precision_indices", "value_high_precision_indices", "key_channel_order", "value_channel_order",
         "rope", "key_channel_mean_before_rope", "key_channel_mean", "key_first_token_mean", "key_channel_scale",
-        "value_channel_scale", "key_channel_rms", "value_channel_rms", "codebook",
+        "value_channel_scale", "key_channel_rms", "value_channel_rms", "codebook", "key_channel_ranking",
     },
     "ropes": {"parameters", "interleaved", "frequencies"},
 }  # fmt: skip
@@ -60,6 +62,7 @@ class Content(NamedTuple):
     layers: dict[int, LayerCalibration]
     version: int
     ropes: tuple[Parameters, ...]
+    key_bits: dict[str, tuple[int, ...]]
 
 
 def parse(content: Any) -> Content:
@@ -105,6 +108,7 @@ def parse(content: Any) -> Content:
         raise FaultError(f"kv_heads must be a list of the numbers that layers have, got {shown(numbers_of_heads)}")
     version: int = content["version"]
     ropes = _ropes(content.get("ropes"), head_size) if version >= FIRST_WITH_ROPES else []
+    key_bits = _key_bits(content.get("key_group_bits"), head_size) if version >= FIRST_WITH_KEY_BITS else {}
     layers: dict[int, LayerCalibration] = {}
     for name, entry in listed.items():
         number = _LAYER_NAME.fullmatch(name)
@@ -117,6 +121,8 @@ def parse(content: Any) -> Content:
             layers[layer] = _layer(entry, version, recipe, (head_size, value_size), [rope for rope, _ in ropes])
         except FaultError as fault:
             raise FaultError(f"layer {layer}: {fault}") from None
+        if key_bits and layers[layer].key.ranking is None:
+            raise FaultError(f"layer {layer}: key_channel_ranking is missing, by which key_group_bits are given")
         heads, first_heads = layers[layer].kv_heads, next(iter(layers.values())).kv_heads
         if heads not in (numbers_of_heads or [first_heads]):
             other = (
@@ -126,7 +132,7 @@ def parse(content: Any) -> Content:
             )
             raise FaultError(f"layer {layer} lists {heads} heads, {other}")
     parameters = tuple(parameters for _, parameters in ropes)
-    return Content(recipe, head_size, value_size, layers, version, parameters)
+    return Content(recipe, head_size, value_size, layers, version, parameters, key_bits)
 
 
 def _check_version(version: Any) -> None:
@@ -180,11 +186,35 @@ def _layer(entry: Any, version: int, recipe: str, sizes: tuple[int, int], ropes:
         first_mean=_numbers(entry, "key_first_token_mean", shapes[0], -INPUT_LIMIT, INPUT_LIMIT),
         scale=_numbers(entry, "key_channel_scale", shapes[0], *SCALE_BOUNDS),
         rope=_rope_of_layer(entry["rope"], ropes) if before else None,
+        ranking=_order(entry, "key_channel_ranking", shapes[0]) if version >= FIRST_WITH_KEY_BITS else None,
     )
     if key.first_mean is not None and key.mean is None:
         raise FaultError("key_first_token_mean is there without key_channel_mean")
     value_scale = _numbers(entry, "value_channel_scale", shapes[1], *SCALE_BOUNDS)
     return LayerCalibration(key, ChannelCalibration(outliers[1], orders[1], scale=value_scale))
+
+
+def _key_bits(listed: Any, head_size: int) -> dict[str, tuple[int, ...]]:
+    """Bits of K's groups by dtype."""
+    if listed is None:
+        return {}
+    if not isinstance(listed, dict):
+        raise FaultError(f"key_group_bits must be an object with a list of bits per dtype, got {shown(listed)}")
+    found = {}
+    for name, bits in listed.items():
+        if name not in FORMATS or FORMATS[name].rotation != "hadamard":
+            known = ", ".join(fmt.name for fmt in FORMATS.values() if fmt.rotation == "hadamard")
+            raise FaultError(f"key_group_bits: {shown(name)} is none of the dtypes that can have them ({known})")
+        if not isinstance(bits, list) or not all(type(number) is int for number in bits):
+            raise FaultError(f"key_group_bits: {name} must have a list of bits, got {shown(bits)}")
+        if head_size % GROUP_SIZE:
+            raise FaultError(f"key_group_bits: heads of {head_size} channels are no groups of {GROUP_SIZE}")
+        try:
+            key_vector(FORMATS[name], head_size, tuple(bits))
+        except ValueError as error:
+            raise FaultError(f"key_group_bits: {error}") from None
+        found[name] = tuple(bits)
+    return found
 
 
 def _ropes(listed: Any, head_size: int) -> list[tuple[Rope, Parameters]]:

@@ -10,12 +10,12 @@ import functools
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NoReturn, TypeVar
 
 from .calibration_content import RECIPES, VERSION, FaultError, parse
 from .channel_calibration import LayerCalibration
-from .formats import FORMATS, GROUP_SIZE
+from .formats import FORMATS, GROUP_SIZE, Format
 from .json_file import printable, read_json
 from .model.config_fields import EXPANDED_LATENTS, word
 from .model.rope import Parameters, rope_in_words
@@ -36,7 +36,7 @@ class CalibrationError(ValueError):
 class Calibration:
     """A checked file; `layers` maps the number of a layer to its channels. Heads have `head_size` channels of K and
     `value_head_size` of V. `ropes`: the parameters of the RoPEs that its layers have, as `rope_parameters` gives
-    them."""
+    them. `key_bits`: of K's groups of 32 channels, for the dtypes that have others than their own."""
 
     path: str
     recipe: str
@@ -45,6 +45,7 @@ class Calibration:
     layers: dict[int, LayerCalibration]
     version: int = VERSION
     ropes: tuple[Parameters, ...] = ()
+    key_bits: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
     @property
     def kv_heads(self) -> tuple[int, ...]:
@@ -100,6 +101,10 @@ class Calibration:
                 words = " or ".join(dict.fromkeys(map(rope_in_words, of_model.values()))) or "none"
                 return f"made for another RoPE: {rope_in_words(ours)}; this model has {words}"
         return ""
+
+    def taken_by(self, fmt: Format, layer: LayerCalibration) -> LayerCalibration:
+        """The parts that a format stores K and V of a layer of this file with."""
+        return layer.taken_by(fmt, self.key_bits.get(fmt.name))
 
     def refuse(self, fault: str) -> NoReturn:
         """Raise CalibrationError about this file."""

@@ -33,6 +33,10 @@ class ChannelCalibration:
         first_mean: is subtracted in place of `mean` at position 0 of a sequence.
         scale: multiplies a vector, after its mean is subtracted.
         rope: turns the vectors with their position; one for all heads.
+        ranking: all channels by what an error of them costs, descending: the packing order where `group_bits` are
+            known.
+        group_bits: of each group of 32 channels in packing order, in place of the format's; each group is rotated on
+            its own.
     """
 
     outlier_channels: Rows = None
@@ -41,6 +45,8 @@ class ChannelCalibration:
     first_mean: Rows = None
     scale: Rows = None
     rope: Rope | None = None
+    ranking: Rows = None
+    group_bits: tuple[int, ...] | None = None
 
     def known(self) -> dict[str, Any]:
         """The parts that are not None, by name."""
@@ -49,16 +55,20 @@ class ChannelCalibration:
 
     def map_rows(self, change: Callable[[Rows], Rows]) -> ChannelCalibration:
         """The same with `change` of every part that has rows."""
-        return replace(self, **{name: change(part) for name, part in self.known().items() if name != "rope"})
+        rows = {name: part for name, part in self.known().items() if name not in ("rope", "group_bits")}
+        return replace(self, **{name: change(part) for name, part in rows.items()})
 
-    def taken_by(self, fmt: Format, role: str) -> ChannelCalibration:
-        """The parts that a format stores vectors with; role: "key" or "value"."""
+    def taken_by(self, fmt: Format, role: str, group_bits: tuple[int, ...] | None = None) -> ChannelCalibration:
+        """The parts that a format stores vectors with; role: "key" or "value"; group_bits: of K, from the file."""
+        if group_bits is not None:
+            return replace(self, outlier_channels=None, channel_order=None, group_bits=group_bits)
         has_outliers = bool(fmt.outlier_bits)
         return replace(
             self,
             outlier_channels=self.outlier_channels if has_outliers else None,
             channel_order=self.channel_order if not has_outliers and fmt.rotation in MIXES_NEIGHBOURS else None,
             scale=self.scale if role == "key" or has_outliers else None,
+            ranking=None,
         )
 
 
@@ -79,9 +89,9 @@ class LayerCalibration:
     def kv_heads(self) -> int:
         return len(self.key.outlier_channels)
 
-    def taken_by(self, fmt: Format) -> LayerCalibration:
-        """The parts that a format stores K and V with."""
-        return LayerCalibration(self.key.taken_by(fmt, "key"), self.value.taken_by(fmt, "value"))
+    def taken_by(self, fmt: Format, key_bits: tuple[int, ...] | None = None) -> LayerCalibration:
+        """The parts that a format stores K and V with; key_bits: of K's groups, where the file has some for it."""
+        return LayerCalibration(self.key.taken_by(fmt, "key", key_bits), self.value.taken_by(fmt, "value"))
 
     def map_rows(self, change: Callable[[Any], Any]) -> LayerCalibration:
         """The same with `change` of every part that has rows."""

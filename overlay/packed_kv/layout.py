@@ -77,7 +77,18 @@ import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from .formats import BYTE_CODE, CODES_PER_LANE, GROUP_SIZE, NIBBLES, ROPE_BITS, Format, code_of, stored_dim
+from .formats import (
+    BYTE_CODE,
+    CODES,
+    CODES_PER_LANE,
+    GROUP_SIZE,
+    NIBBLES,
+    ROPE_BITS,
+    Format,
+    code_of,
+    runs,
+    stored_dim,
+)
 
 MICRO_BLOCK = 16
 """Tokens of one micro-block."""
@@ -99,9 +110,18 @@ SIGN_HALF_SHIFT = tuple(4 * (NIBBLES[e] & 3) + 3 - 2 * (e >> 2 & 1) - (e >> 3) f
 
 @dataclass(frozen=True)
 class VectorLayout:
-    """Words of a lane for one vector of 16 tokens, from the bits of each of the vector's groups."""
+    """Words of a lane for one vector of 16 tokens, from the bits of each of the vector's groups.
+
+    `is_cut`: each group is a section of its own, else each run of groups of equal bits is one.
+    """
 
     group_bits: tuple[int, ...]
+    is_cut: bool = False
+
+    @property
+    def sections(self) -> list[tuple[int, int]]:
+        """(bits, number of groups) of the sections, whose channels are rotated together, in order."""
+        return [(bits, 1) for bits in self.group_bits] if self.is_cut else runs(self.group_bits)
 
     @property
     def code_words(self) -> int:
@@ -180,12 +200,39 @@ class PageLayout:
         return next(plane for plane in self.planes if (plane.vector, plane.content) == (vector, content))
 
 
-def page_layout(fmt: Format, head_dim: int, orders: tuple[str, ...] = PAIR) -> PageLayout:
+def page_layout(
+    fmt: Format, head_dim: int, orders: tuple[str, ...] = PAIR, key_bits: tuple[int, ...] | None = None
+) -> PageLayout:
     """Layout of the pages of `fmt` at `head_dim`, which have one vector of each order, "key" or "value", of a token.
 
-    Raises ValueError if head_dim is not a multiple of 16.
+    key_bits: of each group of K, from a calibration file; None: the format's.
+
+    Raises ValueError if head_dim is not a multiple of 16, and as `key_vector`.
     """
-    return pages_of((VectorLayout(fmt.group_bits(head_dim)),) * len(orders), orders)
+    vectors = [VectorLayout(fmt.group_bits(head_dim))] * len(orders)
+    if key_bits is not None:
+        vectors[orders.index("key")] = key_vector(fmt, head_dim, key_bits)
+    return pages_of(tuple(vectors), orders)
+
+
+def key_vector(fmt: Format, head_dim: int, key_bits: tuple[int, ...]) -> VectorLayout:
+    """Layout of vectors of K whose groups have these bits, descending.
+
+    Raises ValueError if the words of a lane are not those of the format, so that pages would have another size.
+    """
+    today, vector = VectorLayout(fmt.group_bits(head_dim)), VectorLayout(key_bits, is_cut=True)
+    unknown = set(key_bits) - set(CODES)
+    if (
+        unknown
+        or list(key_bits) != sorted(key_bits, reverse=True)
+        or (len(key_bits), vector.chunks, vector.half_words) != (len(today.group_bits), today.chunks, today.half_words)
+    ):
+        raise ValueError(
+            f"{fmt.name} cannot store heads of {head_dim} channels with K's groups of {key_bits} bits: they need "
+            f"{len(today.group_bits)} groups of {min(CODES)} to {max(CODES)} bits, descending, and as many bytes as "
+            f"{today.group_bits}"
+        )
+    return vector
 
 
 def pages_of(vectors: tuple[VectorLayout, ...], orders: tuple[str, ...] = PAIR) -> PageLayout:

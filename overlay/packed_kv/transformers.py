@@ -74,7 +74,7 @@ class _Settings:
         if (file.layers[layer].kv_heads, file.head_size, file.value_head_size) != sizes:
             ours = heads_in_words([sizes[0]], *sizes[1:])
             file.refuse(f"made for another model: {file.heads}, layer {layer} has {ours}")
-        return file.layers[layer].taken_by(self.fmt)
+        return file.taken_by(self.fmt, file.layers[layer])
 
 
 class PackedCache(Cache):

@@ -111,12 +111,17 @@ def find_kernels(
         return in_pytorch
 
 
-def compile_ahead(asked: Pairs | Latents, *, attends: bool, rope_bits: int = 16) -> None:
-    """Begin to compile what such layers need, in other threads, while vLLM loads the model; `rope_bits`: of latents."""
+def compile_ahead(
+    asked: Pairs | Latents, *, attends: bool, rope_bits: int = 16, key_bits: tuple[int, ...] | None = None
+) -> None:
+    """Begin to compile what such layers need, in other threads, while vLLM loads the model.
+
+    `rope_bits`: of latents. `key_bits`: of K's groups, where a calibration file has some.
+    """
     if asked.fmt is None or cpp_lacks(asked):
         return
     if isinstance(asked, Pairs):
-        page = page_layout(asked.fmt, asked.head_dim)
+        page = page_layout(asked.fmt, asked.head_dim, key_bits=key_bits)
     else:
         page = latent_layout(asked.fmt, asked.rank, asked.rope_dim, rope_bits)
     with Precompiler() as ahead:

@@ -105,11 +105,12 @@ class PackedAttentionImpl(AttentionImpl[PackedMetadata]):
         """Query heads a KV head that the decode kernel serves."""
         self.layers = config.compilation_config.static_forward_context
         self.flash_attention = self._find_flash_attention()
+        self.calibration = find_calibration(config, FORMATS[kv_cache_dtype])
         if self.device.type == "cpu":
             from . import cpu
 
-            cpu.compile_ahead(self.asked(), attends=self.dtype != torch.float32)
-        self.calibration = find_calibration(config, FORMATS[kv_cache_dtype])
+            key_bits = self.calibration.file.key_bits.get(kv_cache_dtype) if self.calibration else None
+            cpu.compile_ahead(self.asked(), attends=self.dtype != torch.float32, key_bits=key_bits)
         self.attention: PairAttention | ContextParallelAttention | None = None
         """Attention of the layer's steps; None before `build`."""
 

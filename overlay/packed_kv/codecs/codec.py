@@ -12,9 +12,9 @@ import torch
 
 from ..channel_calibration import UNCALIBRATED, ChannelCalibration
 from ..formats import CODES, GROUP_SIZE, INPUT_LIMIT, Format, runs, stored_dim
-from ..layout import MEAN_BLOCK
+from ..layout import MEAN_BLOCK, VectorLayout, key_vector
 from . import bitpack, scalar
-from .rotations import ROTATIONS
+from .rotations import ROTATIONS, Hadamard, Rotation
 from .transform import ChannelTransform
 
 Channels = Sequence[int] | Sequence[Sequence[int]] | torch.Tensor
@@ -33,7 +33,8 @@ class Codec:
         channels: what is known of the channels, for all heads or for the heads of inputs [..., heads, head_dim].
             `outlier_channels` are strictly ascending, n = `fmt.outlier_channels(layout_dim)` of them (None: the first
             n), and None for a format without an outlier group. `channel_order` is for such a format: a permutation
-            (None: as they come). `encode` stores (x - mean) * scale, `decode` gives x back; see `ChannelTransform`.
+            (None: as they come). With `group_bits`, of K alone, channels are packed by `ranking`. `encode` stores
+            (x - mean) * scale, `decode` gives x back; see `ChannelTransform`.
         device: where the constants live; inputs must be on it.
         layout_dim: head_dim of the vectors whose size these have when packed, at least `head_dim`: V of fewer channels
             than K takes K's. None: `head_dim`.
@@ -61,23 +62,34 @@ class Codec:
         self.stored_dim = stored_dim(layout_dim)
         if stored_dim(head_dim) > self.stored_dim:
             raise ValueError(f"{fmt.name}: {role}s of {head_dim} channels do not fit vectors of {layout_dim}")
-        self.group_bits = fmt.group_bits(layout_dim)
         self.vector_bytes = fmt.vector_bytes(layout_dim)
         self.outlier_count = fmt.outlier_channels(layout_dim)
-        self.sections = [size for size in (self.outlier_count, self.stored_dim - self.outlier_count) if size]
-        self.rotations = [ROTATIONS[fmt.rotation](size, device) for size in self.sections]
+        vector = VectorLayout(fmt.group_bits(layout_dim))
+        # For kernels: the rotations' constants by packed channel. Those of sections that a file makes of K are today's,
+        # so that K and V have the same.
+        self.rotations = self._rotations(vector)
+        self.rotation_constants = torch.cat([rotation.constants for rotation in self.rotations])
+        if channels.group_bits is not None:
+            if role != "key" or fmt.rotation != "hadamard":
+                raise ValueError(f"{fmt.name}: {role}s, rotated by {fmt.rotation}, have no groups of other bits")
+            vector = key_vector(fmt, layout_dim, channels.group_bits)
+            self.rotations = self._rotations(vector, self.rotation_constants)
+        self.vector, self.group_bits = vector, vector.group_bits
+        self.sections = [GROUP_SIZE * groups for _, groups in vector.sections]
         order = None
         if channels.outlier_channels is not None:
             order = self._outliers_first(channels.outlier_channels)
         if channels.channel_order is not None:
-            order = self._permutation(channels.channel_order)
+            if self.outlier_count:
+                raise ValueError(f"{fmt.name} at head_dim {head_dim} has outlier channels; pass them as outliers")
+            order = self._permutation(channels.channel_order, "channel_order")
+        if channels.group_bits is not None and channels.ranking is not None:
+            order = self._permutation(channels.ranking, "ranking")
         self.order = None if order is None else order.to(device)
         self.inverse_order = None if self.order is None else self.order.argsort(-1)
         self.transform = ChannelTransform(head_dim, self.stored_dim, channels, device, positions)
         self.heads = self._heads()
-        # For kernels: the rotations' constants by packed channel, and the channels in packing order,
-        # [heads, stored_dim] or [stored_dim].
-        self.rotation_constants = torch.cat([rotation.constants for rotation in self.rotations])
+        # For kernels: the channels in packing order, [heads, stored_dim] or [stored_dim].
         self.channels = torch.arange(self.stored_dim, device=device) if self.order is None else self.order
 
     def encode(self, x: torch.Tensor, positions: torch.Tensor | None = None) -> torch.Tensor:
@@ -199,13 +211,19 @@ class Codec:
         rest = regular.nonzero()[:, -1].view(*indices.shape[:-1], -1)
         return torch.cat((indices, rest), dim=-1)
 
-    def _permutation(self, channel_order: Channels) -> torch.Tensor:
-        """A channel order, checked, and the padding behind it: int64 [stored_dim] or [heads, stored_dim]."""
-        if self.outlier_count:
-            raise ValueError(f"{self.fmt.name} at head_dim {self.head_dim} has outlier channels; pass them as outliers")
-        order = self._indices(channel_order, "channel_order", self.head_dim)
+    def _rotations(self, vector: VectorLayout, constants: torch.Tensor | None = None) -> list[Rotation]:
+        """The rotation of each section of a vector. constants: fp32 [stored_dim], to take the signs of Hadamard
+        rotations from; None: each section begins anew."""
+        sizes = [GROUP_SIZE * groups for _, groups in vector.sections]
+        if constants is None:
+            return [ROTATIONS[self.fmt.rotation](size, self.device) for size in sizes]
+        return [Hadamard(len(signs), self.device, signs) for signs in constants.split(sizes)]
+
+    def _permutation(self, channels: Channels, what: str) -> torch.Tensor:
+        """An order of all channels, checked, and the padding behind it: int64 [stored_dim] or [heads, stored_dim]."""
+        order = self._indices(channels, what, self.head_dim)
         if (order.sort(-1).values != torch.arange(self.head_dim)).any():
-            raise ValueError(f"channel_order must have each of {self.head_dim} channels once, got {order.tolist()}")
+            raise ValueError(f"{what} must have each of {self.head_dim} channels once, got {order.tolist()}")
         padding = torch.arange(self.head_dim, self.stored_dim).expand(*order.shape[:-1], -1)
         return torch.cat((order, padding), dim=-1)
 

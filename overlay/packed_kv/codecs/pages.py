@@ -53,7 +53,7 @@ class PagedCodec:
         # For the store kernel: the tables of K and V; None if neither is centred or scaled.
         changes = any(codec.transform.changes for codec in self.codecs)
         self.transform_tables = [codec.transform.table(codec.channels) for codec in self.codecs] if changes else None
-        self.layout = page_layout(fmt, head_dim)
+        self.layout = page_layout(fmt, head_dim, key_bits=key_channels.group_bits)
         self.slot_bytes = fmt.slot_bytes(head_dim)
 
     def write(

@@ -20,11 +20,14 @@ class Hadamard:
 
     A size that is not a power of two is block-diagonal: its largest power of two first, then the largest of the rest
     (96 = 64 + 32). Butterflies run over strides 1, 2, 4, ...; the normalisation is one multiply at the end.
+    signs: fp32 [size], each 1 or -1; None: by a hash of a channel's number.
     """
 
-    def __init__(self, size: int, device: torch.device) -> None:
+    def __init__(self, size: int, device: torch.device, signs: torch.Tensor | None = None) -> None:
         self.blocks = [1 << bit for bit in reversed(range(size.bit_length())) if size >> bit & 1]
-        self.signs = torch.tensor([_hash_sign(i) for i in range(size)], dtype=torch.float32, device=device)
+        if signs is None:
+            signs = torch.tensor([_hash_sign(i) for i in range(size)], dtype=torch.float32, device=device)
+        self.signs = signs
         self.constants = self.signs
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

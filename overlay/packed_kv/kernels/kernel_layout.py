@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 from typing import NamedTuple
 
-from ..formats import GROUP_SIZE, Code, code_of, runs
+from ..formats import GROUP_SIZE, Code, code_of
 from ..layout import ROPE, ROPE_SCALES, ROW_TOKENS, PageLayout, RingLayout, RowLayout, ring_layout
 from .bins import Bins, make_bins
 from .units import score_unit
@@ -33,7 +33,7 @@ class Group(NamedTuple):
 
 
 class Section(NamedTuple):
-    """A run of groups that are rotated together.
+    """Groups of one width that are rotated together.
 
     `first_group`: its index; `groups`: how many; `code`: of all of them; `word`: index of the first group's first code
     word; `signed_groups`: groups with sign words in the sections before; `bins`: of the code's levels.
@@ -137,7 +137,7 @@ def _packed_vector(page: PageLayout, index: int, *, is_key: bool) -> PackedVecto
     groups: list[Group] = []
     sections: list[Section] = []
     word = signed = 0
-    for bits, count in runs(vector.group_bits):
+    for bits, count in vector.sections:
         code = code_of(bits)
         sections.append(Section(len(groups), count, code, word, signed, make_bins(code.magnitudes)))
         factor = (1 if is_key else code.value_gain) / code.unit

@@ -12,7 +12,7 @@ from huggingface_hub import try_to_load_from_cache
 from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
 from vllm.logger import init_logger
 
-from ..calibration_content import FIRST_WITH_ROPES
+from ..calibration_content import FIRST_WITH_ROPES, VERSION
 from ..calibration_file import FILE_NAME, Calibration, heads_of_rank, layer_number, load, why_no_file
 from ..channel_calibration import MIXES_NEIGHBOURS, LayerCalibration
 from ..formats import Format
@@ -74,14 +74,17 @@ class RankCalibration:
                 self.file.refuse(f"{heads} cannot be split into the {kv_heads} of {layer_name} on {rank}")
             return found
 
-        return layer.taken_by(self.fmt).map_rows(mine)
+        return self.file.taken_by(self.fmt, layer).map_rows(mine)
 
     def uses(self) -> str:
         """The parts of the file that are used, in words; empty if none is."""
-        there = {name for layer in self.file.layers.values() for name in layer.taken_by(self.fmt).known()}
+        layers = self.file.layers.values()
+        there = {name for layer in layers for name in self.file.taken_by(self.fmt, layer).known()}
         if "key_rope" in there:
             there.remove("key_mean")
         words = [*dict.fromkeys(text for name, text in WORDS.items() if name in there)]
+        if bits := self.file.key_bits.get(self.fmt.name):
+            words.append(f"{', '.join(map(str, bits))} bits in groups of keys")
         return " and ".join(filter(None, (", ".join(words[:-1]), *words[-1:])))
 
     def _layer(self, name: str) -> LayerCalibration | None:
@@ -110,6 +113,8 @@ def read_calibration(config: VllmConfig) -> Calibration | None:
         head_size=head_size,
         every_layer=not has_other_layers,
     )
+    if model.use_mla and calibration.key_bits:
+        calibration.refuse("key_group_bits are of keys, and this model stores latents")
     calibration.check_rope(rope_parameters(model.hf_text_config), f"{_command(model)} --out {shlex.quote(str(path))}")
     return calibration
 
@@ -139,6 +144,8 @@ def find_calibration(config: VllmConfig, fmt: Format) -> RankCalibration | None:
     turns = any(rope["rope_type"] not in VARYING for rope in rope_parameters(model.hf_text_config).values())
     if not no_means and turns and calibration.version < FIRST_WITH_ROPES:
         hint = f"; its means of keys are for short contexts, {_command(model)} makes them for all"
+    elif not no_means and calibration.version < VERSION:
+        hint = f"; a file that {_command(model)} makes now loses less"
     logger.info_once(
         "KV cache calibration: %s for %s from %s, made for %s%s",
         rank.uses() or "nothing",

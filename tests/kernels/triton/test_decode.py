@@ -9,7 +9,6 @@ from launchers import rotate_query
 from packed_kv.formats import FORMATS
 from packed_kv.kernels.triton.means import Means
 from packed_kv.kernels.triton.rotate import rotation_matrix
-from packed_kv.layout import page_layout
 from packed_kv.model.rope import Rope
 from page_codecs import page_codec
 
@@ -63,7 +62,7 @@ def run(name, *, head_dim=128, value_dim=None, kv_heads=2, group=4, seq_lens=(1,
     output = torch.full(of_output, float("nan"), dtype=dtype, device=DEVICE)
     lse = torch.full(query.shape[:2], float("nan"), device=DEVICE) if returns_lse else None
     attend_pages(
-        kernel, page_layout(FORMATS[name], head_dim), rotated, cache, table.to(DEVICE), start.to(DEVICE),
+        kernel, codec.layout, rotated, cache, table.to(DEVICE), start.to(DEVICE),
         torch.tensor(seq_lens, dtype=torch.int32, device=DEVICE), rotation_matrix(codec.value, kv_heads, inverse=True),
         output, splits, max_query_len=max(query_lens), query_bias=bias, sliding_window=window, logits_soft_cap=soft_cap,
         sinks=sinks, lse=lse, tiles_a_block=codec.key.transform.block_tokens // 32,

@@ -12,7 +12,7 @@ from packed_kv.codecs.ring import Ring
 from packed_kv.formats import FORMATS
 from packed_kv.kernels.triton.ring import plan_ring
 from packed_kv.kernels.triton.rotate import rotation_matrix
-from packed_kv.layout import page_layout, ring_slot_bytes
+from packed_kv.layout import ring_slot_bytes
 from packed_kv.window.slots import fill_slots
 from page_codecs import page_codec
 from test_decode import BOUND, DEVICE, relative_rms, sized
@@ -118,7 +118,7 @@ def run(name, *, head_dim=128, kv_heads=2, group=4, requests=((1, 0), (37, 0), (
     rotate_query(query, rotation_matrix(codec.key, kv_heads), rotated, scale)
     output = torch.full(query.shape, float("nan"), dtype=torch.float32, device=DEVICE)
     attend_pages(
-        kernel, page_layout(FORMATS[name], head_dim), rotated, pages, page_table.to(DEVICE), start, seq_lens,
+        kernel, codec.layout, rotated, pages, page_table.to(DEVICE), start, seq_lens,
         rotation_matrix(codec.value, kv_heads, inverse=True), output, splits, max_query_len=max(query_lens),
         sliding_window=window, logits_soft_cap=soft_cap, ring=Ring(ring_cache, table, first, recent),
     )  # fmt: skip

@@ -19,13 +19,20 @@ def constants_header(page: PageLayout, rotation: str) -> str:
     Codes become integers: a value is level * unit * scale, and V's times the gain, too.
     """
     layout = kernel_layout(page)
-    ring, vectors, key = layout.ring, (layout.key_vector, layout.value_vector)[: len(page.vectors)], layout.key_vector
-    widths = sorted({group.code.bits for group in key.groups}, reverse=True)
-    assert all([group.code for group in vector.groups] == [group.code for group in key.groups] for vector in vectors)
+    ring, key, both = layout.ring, layout.key_vector, (layout.key_vector, layout.value_vector)
+    vectors = both[: len(page.vectors)]
+    words = {(len(vector.groups), vector.words, vector.chunks, vector.has_half) for vector in vectors}
+    assert len(words) == 1, words  # the groups may differ, their words not
+    widths = sorted({group.code.bits for vector in both for group in vector.groups}, reverse=True)
     groups = [
-        (widths.index(group.code.bits), group.word, group.sign_word, group.parity, int(group.code.has_sign_words))
-        for group in key.groups
+        [
+            (widths.index(group.code.bits), group.word, group.sign_word, group.parity, int(group.code.has_sign_words))
+            for group in vector.groups
+        ]
+        for vector in both
     ]
+    sections = [[GROUP_SIZE * section.groups for section in vector.sections] for vector in both]
+    most = max(map(len, sections))
     rope_bits = page.rope.group_bits[0] if page.rope else ROPE_BITS[0]
     rope = rope_layout(page) if page.rope else RopeLayout(0, 0, 0, 0)
     lines = [
@@ -67,10 +74,13 @@ def constants_header(page: PageLayout, rotation: str) -> str:
         _number("RING_LARGEST", LARGEST_CODE),
         f"constexpr float RING_OVER_LARGEST = {_float(OVER_LARGEST)}, RING_UNIT = {_float(UNIT)};",
         "",
-        "// The rotation, and the runs of groups that are rotated together, in channels.",
+        "// The rotation; of K and of V the channels of the sections that are rotated together, 0 behind the last one;",
+        "// whether their groups and sections are alike.",
         f"#define ROTATION {rotation}",
-        _number("SECTIONS", len(key.sections)),
-        _numbers("SECTION_DIMS", [GROUP_SIZE * section.groups for section in key.sections]),
+        _number("SECTIONS", most),
+        f"constexpr int SECTION_DIMS[2][{most}] = "
+        f"{_braces(_braces([*dims, *[0] * (most - len(dims))]) for dims in sections)};",
+        f"constexpr bool ALIKE = {str(groups[0] == groups[1] and sections[0] == sections[1]).lower()};",
         "",
         "// Bit positions of signs by code of a lane, in a sign word of two groups, where the second's are",
         "// SIGN_PARITY_SHIFT further, and in a half word.",
@@ -92,10 +102,10 @@ def constants_header(page: PageLayout, rotation: str) -> str:
         *(f"  {_code(CODES[bits])}," for bits in widths),
         "};",
         "",
-        "// code: index in CODES. word: the group's first among the lane's words. sign_word: the word with its signs,",
-        "// if it has_sign_word; WORDS: the half word. parity: which of the two groups of that word it is.",
+        "// Groups of K and of V. code: index in CODES. word: the group's first among the lane's words. sign_word: the",
+        "// word with its signs, if it has_sign_words; WORDS: the half word. parity: which of its two groups it is.",
         "struct Group { int code, word, sign_word, parity, has_sign_words; };",
-        f"constexpr Group GROUP_TABLE[{len(groups)}] = {{{', '.join(_braces(group) for group in groups)}}};",
+        f"constexpr Group GROUP_TABLE[2][{len(key.groups)}] = {_braces(_braces(map(_braces, of)) for of in groups)};",
         "",
     ]
     return "\n".join(lines)

@@ -140,8 +140,9 @@ def store_latents_kernel(
         programs = tl.cdiv(tokens, ROWS // padded_groups(LAYOUT.key_vector.sections[s].groups)) * split
         if (program >= 0) & (program < programs):
             store_section(
-                source, slots_ptr, tokens, slots_ptr, ring_slots_ptr, ring_tokens, layer, True, program, split, s, STORE
-            )
+                source, slots_ptr, tokens, slots_ptr, ring_slots_ptr, ring_tokens, layer, True, program, split, s,
+                LAYOUT.key_vector, STORE,
+            )  # fmt: skip
         program -= programs
     if program >= 0:
         index = program.to(tl.int64) * ROPE_CHANNELS + tl.arange(0, ROPE_CHANNELS)

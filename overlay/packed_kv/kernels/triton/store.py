@@ -14,7 +14,7 @@ from ...codecs.pages import PagedCodec
 from ...layout import ring_slot_bytes
 from .. import power_of_2
 from ..checks import check_ring, check_slots, check_stored_pages, head_stride
-from ..kernel_layout import kernel_layout
+from ..kernel_layout import KernelLayout, PackedVector, kernel_layout
 from .launch import Arguments, Launch, StepLaunch
 from .means import QUERY_ROWS, QueryConstants, Rotation, bias_of_rows
 from .quantize import Transform
@@ -80,9 +80,6 @@ class StoreLaunch(Launch):
             for x, one, table in zip((key, value), (codec.key, codec.value), tables, strict=True)
         )  # fmt: skip
         transform, layout = codec.key.transform, kernel_layout(codec.layout)
-        assert layout.key_vector.sections == layout.value_vector.sections, (
-            "a program takes a section of K or of V by its grid"
-        )
         layer = StoreLayer(
             blocks(cache), of_key, of_value, codec.key.rotation_constants, transform.spectrum, blocks(of_ring)
         )  # fmt: skip
@@ -138,14 +135,27 @@ class StoreLaunch(Launch):
         else:
             targets, rows, rotating = (rotate.rotated, rotate.bias), rotate.rows, math.prod(rotate.launch.grid)
         layout = kernel_layout(codec.layout)
-        groups = [power_of_2(section.groups) for section in layout.key_vector.sections]
-        programs = sum(-(-tokens * kv_heads // (rows_of(layout) // count)) for count in groups)
+        programs = max(
+            _programs(vector, layout, tokens * kv_heads) for vector in (layout.key_vector, layout.value_vector)
+        )
         arguments = Arguments(slots, tokens, positions, ring_slots, len(ring_slots), targets, rows)
         return StepLaunch((programs + -(-rotating // 2), 2, 1), arguments)
 
 
+def _programs(vector: PackedVector, layout: KernelLayout, count: int) -> int:
+    """Programs that store so many vectors of K, or of V."""
+    groups = [power_of_2(section.groups) for section in vector.sections]
+    return sum(-(-count // (rows_of(layout) // rows)) for rows in groups)
+
+
 _QUERY_ROWS = tl.constexpr(QUERY_ROWS)
 _QUERY_CHANNELS = tl.constexpr(QUERY_CHANNELS)
+
+
+@triton.constexpr_function
+def _are_alike(layout):
+    """Whether a program can take a section of K or of V by its number alone."""
+    return layout.key_vector.sections == layout.value_vector.sections
 
 
 @triton.jit(
@@ -189,14 +199,34 @@ def store_kernel(
         layer.key.table_stride if is_key else layer.value.table_stride,
     )
     program = tl.program_id(0)
-    for s in tl.static_range(len(LAYOUT.key_vector.sections)):
-        programs = tl.cdiv(tokens * HEADS, ROWS // padded_groups(LAYOUT.key_vector.sections[s].groups))
-        if (program >= 0) & (program < programs):
-            store_section(
-                source, slots_ptr, tokens, positions_ptr, ring_slots_ptr, ring_tokens, layer, is_key, program, 1, s,
-                STORE,
-            )  # fmt: skip
-        program -= programs
+    if _are_alike(LAYOUT):
+        for s in tl.static_range(len(LAYOUT.key_vector.sections)):
+            programs = tl.cdiv(tokens * HEADS, ROWS // padded_groups(LAYOUT.key_vector.sections[s].groups))
+            if (program >= 0) & (program < programs):
+                store_section(
+                    source, slots_ptr, tokens, positions_ptr, ring_slots_ptr, ring_tokens, layer, is_key, program, 1, s,
+                    LAYOUT.key_vector, STORE,
+                )  # fmt: skip
+            program -= programs
+    else:
+        of_value = program
+        for s in tl.static_range(len(LAYOUT.key_vector.sections)):
+            programs = tl.cdiv(tokens * HEADS, ROWS // padded_groups(LAYOUT.key_vector.sections[s].groups))
+            if is_key & (program >= 0) & (program < programs):
+                store_section(
+                    source, slots_ptr, tokens, positions_ptr, ring_slots_ptr, ring_tokens, layer, True, program, 1, s,
+                    LAYOUT.key_vector, STORE,
+                )  # fmt: skip
+            program -= programs
+        for s in tl.static_range(len(LAYOUT.value_vector.sections)):
+            programs = tl.cdiv(tokens * HEADS, ROWS // padded_groups(LAYOUT.value_vector.sections[s].groups))
+            if (tl.program_id(1) == 1) & (of_value >= 0) & (of_value < programs):
+                store_section(
+                    source, slots_ptr, tokens, positions_ptr, ring_slots_ptr, ring_tokens, layer, False, of_value, 1, s,
+                    LAYOUT.value_vector, STORE,
+                )  # fmt: skip
+            of_value -= programs
+        program = tl.minimum(program, of_value)  # as many as the longer one are in front
     QUERIES: tl.constexpr = CONSTANTS.queries
     if QUERIES is not None:
         ROTATED: tl.constexpr = padded(QUERIES.stored_dim) // _QUERY_CHANNELS

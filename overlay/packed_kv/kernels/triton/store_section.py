@@ -108,7 +108,8 @@ class StoreConstants(NamedTuple):
 
 def rows_of(layout: KernelLayout) -> int:
     """Rows of a program: a vector's section fits."""
-    return max(ROWS, *(power_of_2(section.groups) for section in layout.key_vector.sections))
+    sections = (*layout.key_vector.sections, *layout.value_vector.sections)
+    return max(ROWS, *(power_of_2(section.groups) for section in sections))
 
 
 def blocks(cache: torch.Tensor) -> Blocks:
@@ -128,14 +129,15 @@ padded_groups = triton.constexpr_function(power_of_2)
 @triton.jit
 def store_section(
     source, slots_ptr, tokens, positions_ptr, ring_slots_ptr, ring_tokens, layer, is_key, program, split,
-    NUMBER: tl.constexpr, STORE: tl.constexpr,
+    NUMBER: tl.constexpr, VECTOR: tl.constexpr, STORE: tl.constexpr,
 ):  # fmt: skip
     """Store the groups of section NUMBER of some vectors (token, head), those of program `program`; or, with `split`
     programs for these, a share of them: all rotate whole vectors, and each quantises its parts / split parts of the
     rows one after the other.
 
-    `source`: pointer to the new vectors of K, with `is_key`, or of V, and the fields of their `Vectors`. The other
-    arguments are `store_kernel`'s.
+    `source`: pointer to the new vectors of K, with `is_key`, or of V, and the fields of their `Vectors`. VECTOR: the
+    `PackedVector` that has the section; either one, where K's and V's sections are the same. The other arguments are
+    `store_kernel`'s.
     """
     LAYOUT: tl.constexpr = STORE.layout
     HEADS: tl.constexpr = STORE.heads
@@ -143,7 +145,7 @@ def store_section(
     PARTS: tl.constexpr = STORE.parts
     RING_BLOCK: tl.constexpr = STORE.block_sizes[1]
     TRANSFORM: tl.constexpr = STORE.transform
-    SECTION: tl.constexpr = LAYOUT.key_vector.sections[NUMBER]
+    SECTION: tl.constexpr = VECTOR.sections[NUMBER]
     GROUPS: tl.constexpr = SECTION.groups
     FIRST_GROUP: tl.constexpr = SECTION.first_group
     HEAD_GROUPS: tl.constexpr = len(LAYOUT.key_vector.groups)
@@ -182,7 +184,7 @@ def store_section(
     if TRANSFORM.rotation == "hadamard":
         x = hadamard(x, group, index, GROUPS)
     if PARTS == 1:
-        _store_groups(x, group, head, slot, ring_slot, layer, is_key, NUMBER, STORE)
+        _store_groups(x, group, head, slot, ring_slot, layer, is_key, NUMBER, VECTOR, STORE)
     else:
         first = program % split * (PARTS // split)
         for part in range(first, first + PARTS // split):
@@ -193,7 +195,7 @@ def store_section(
             own_group, own_vector, _ = _own_groups(own, block, tokens, HEADS, ROWS, GROUPS)
             _store_groups(
                 y, own_group, (own_vector % HEADS).to(tl.int64), tl.gather(slot, own, 0), tl.gather(ring_slot, own, 0),
-                layer, is_key, NUMBER, STORE,
+                layer, is_key, NUMBER, VECTOR, STORE,
             )  # fmt: skip
 
 
@@ -209,7 +211,7 @@ def _own_groups(index, block, tokens, HEADS: tl.constexpr, ROWS: tl.constexpr, G
 
 @triton.jit
 def _store_groups(
-    x, group, head, slot, ring_slot, layer, is_key, NUMBER: tl.constexpr, STORE: tl.constexpr
+    x, group, head, slot, ring_slot, layer, is_key, NUMBER: tl.constexpr, VECTOR: tl.constexpr, STORE: tl.constexpr
 ):  # fmt: skip
     """Quantise rotated groups and write them to the ring and to pages.
 
@@ -220,7 +222,7 @@ def _store_groups(
     BLOCK_SIZE: tl.constexpr = STORE.block_sizes[0]
     RING_BLOCK: tl.constexpr = STORE.block_sizes[1]
     ROW: tl.constexpr = STORE.latent_rows
-    SECTION: tl.constexpr = LAYOUT.key_vector.sections[NUMBER]
+    SECTION: tl.constexpr = VECTOR.sections[NUMBER]
     CODE: tl.constexpr = SECTION.code
     BINS: tl.constexpr = SECTION.bins
     FIRST_GROUP: tl.constexpr = SECTION.first_group

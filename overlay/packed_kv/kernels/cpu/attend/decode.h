@@ -112,7 +112,7 @@ template <class Tile> static void attend_part(const Run<Tile>& run, Tile& tile, 
     run.partials[partial + c] = tile.softmax[c];
     for (int i = 0; tile.ring_sums && i < STORED_DIM; i++) {
       // Latents are multiplied by V's gain behind, which numbers in the ring do not need.
-      float gain = IS_LATENT ? CODES[GROUP_TABLE[i / GROUP_SIZE].code].gain : 1;
+      float gain = IS_LATENT ? CODES[GROUP_TABLE[VALUE][i / GROUP_SIZE].code].gain : 1;
       to[i / GROUP_SIZE * GROUP_SIZE + ring_channel(VALUE, i % GROUP_SIZE)] +=
           tile.ring_sums[(long)c * STORED_DIM + i] / gain;
     }
@@ -157,7 +157,7 @@ template <class Tile> static void merge_parts(const Run<Tile>& run, long r, int 
     }
     if constexpr (!IS_LATENT) {
       to_rows(rows, x, STORED_DIM, whole(width));
-      rotate(x, a.layer->rotation, whole(width), true);
+      rotate(x, VALUE, a.layer->rotation, whole(width), true);
       to_vectors(x, rows[0], ALL_CHANNELS, STORED_DIM, width);
     }
     for (int c = 0; c < width; c++) {

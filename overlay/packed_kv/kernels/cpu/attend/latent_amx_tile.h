@@ -156,7 +156,7 @@ struct LatentAmxTile : Columns {
       Floats of_group = load_floats(scales + group.value * MICRO_BLOCK);
       unrolled<4>([&](auto t) {
         Bytes levels[4];
-        tables.decode(group, t, arranged, levels);
+        tables.decode(Index<0>{}, group, t, arranged, levels);
         for (int e = 0; e < 4; e++, to += 64) {  // e2 e1
           Bytes n3_0 = levels[e & 2], n3_1 = levels[(e & 2) + 1];
           Bytes pair = e & 1 ? odd_words(n3_0, n3_1) : even_words(n3_0, n3_1);

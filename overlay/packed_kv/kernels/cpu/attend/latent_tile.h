@@ -43,7 +43,7 @@ struct LatentTile : Columns {
       unrolled<GROUPS>([&](auto group) {
         unrolled<4>([&](auto t) {
           Bytes of_t[4];
-          tables.decode(group, t, arranged, of_t);
+          tables.decode(Index<0>{}, group, t, arranged, of_t);
           for (int i = 0; i < 4; i++) store(to + ((group * 4 + t) * 4 + i) * VECTOR_BYTES, of_t[i]);
         });
       });

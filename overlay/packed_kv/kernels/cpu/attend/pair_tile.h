@@ -36,7 +36,7 @@ struct PairTile : Columns {
     const uint8_t* arranged;
     template <class Body> INLINE_MEMBER void each_group(Body&& body) const { unrolled<GROUPS>(body); }
     template <class G, class T> INLINE_MEMBER void read(G group, T t, Bytes* levels) const {
-      tables.decode(group, t, arranged, levels);
+      tables.decode(Index<0>{}, group, t, arranged, levels);
     }
   };
 
@@ -102,7 +102,7 @@ struct PairTile : Columns {
         const uint8_t* words = arranged + (long)(i * PARTS + part) * ARRANGED * VECTOR_BYTES;
         unrolled<4>([&](auto t) {
           Bytes levels[4];
-          tables.decode(Index<G>{}, t, words, levels);
+          tables.decode(Index<1>{}, Index<G>{}, t, words, levels);
           for (int c = 0; c < C; c++) {
             Bytes four = broadcast_64(of_group + (i * C + c) * 16 + 4 * t.value);
             for (int k = 0; k < 4; k++) products[k][c] = dot16(products[k][c], levels[k], four);

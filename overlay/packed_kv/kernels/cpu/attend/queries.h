@@ -57,7 +57,7 @@ template <class Tile> static void read_queries(const Arguments& a, const Request
       for (int i = 0; key_scale && i < STORED_DIM; i++) x[i][c] /= key_scale[i];
     }
     if constexpr (!IS_LATENT) {
-      rotate(x, a.layer->rotation, whole(width), false);
+      rotate(x, 0, a.layer->rotation, whole(width), false);
       to_vectors(x, vectors[0], ALL_CHANNELS, STORED_DIM, width, channel_of);
     }
     for (int c = 0; c < width; c++) to.put_query(a, first + c, vectors[c]);

@@ -10,11 +10,11 @@ struct Tables {
     unrolled<WIDTHS>([&](auto code) { table_of<code.value>(&tables.low[code.value], &tables.high[code.value]); });
     return tables;
   }
-  // Levels of a group and t of an arranged part.
-  template <class G, class T>
-  INLINE_MEMBER void decode(G, T, const uint8_t* arranged, Bytes* levels) const {
-    constexpr int code = GROUP_TABLE[G::value].code;
-    ::decode<G::value, T::value>(arranged, low[code], high[code], levels);
+  // Levels of a group and t of an arranged part of a role's vectors.
+  template <int ROLE, class G, class T>
+  INLINE_MEMBER void decode(Index<ROLE>, G, T, const uint8_t* arranged, Bytes* levels) const {
+    constexpr int code = GROUP_TABLE[ROLE][G::value].code;
+    ::decode<ROLE, G::value, T::value>(arranged, low[code], high[code], levels);
   }
 };
 

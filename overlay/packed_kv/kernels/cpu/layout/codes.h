@@ -184,8 +184,8 @@ template <int WORD, int T> INLINE Bytes word_of(const uint8_t* arranged) {
 }
 
 // ByteLevels of a group and t of an arranged part. `low`, `high`: of table_of.
-template <int GROUP, int T> INLINE void decode(const uint8_t* arranged, Bytes low, Bytes high, Bytes* out) {
-  constexpr Group group = GROUP_TABLE[GROUP];
+template <int ROLE, int GROUP, int T> INLINE void decode(const uint8_t* arranged, Bytes low, Bytes high, Bytes* out) {
+  constexpr Group group = GROUP_TABLE[ROLE][GROUP];
   constexpr int C = group.code;
   if constexpr (CODES[C].bits == 4) {
     constexpr Place place = place_of(group.word, T);
@@ -243,7 +243,8 @@ INLINE void read_scales(const uint8_t* micro_block, int role, float* to) {
       // K of 8 groups: the bytes of n0 = 0 and 1 are further apart than a lane is long.
       constexpr bool apart = V == 0 && scale_byte(0, G, 3) - window_of(0, G, 0) > 15;
       static constexpr Control first = make_scale_control(V, G, 0, apart), second = make_scale_control(V, G, 1, true);
-      constexpr float gain = V == 1 ? CODES[GROUP_TABLE[G].code].gain : 1;
+      constexpr Code code = CODES[GROUP_TABLE[V][G].code];
+      constexpr float unit = code.unit * (V == 1 ? code.gain : 1);
       for (int part = 0; part < PARTS; part++) {
         const uint8_t* lanes = plane + part * VECTOR_LANES * LANE_SCALES;
         Bytes bytes = shuffle_bytes(load_lanes(lanes + window_of(V, G, 0), LANE_SCALES), load(first.at));
@@ -251,8 +252,7 @@ INLINE void read_scales(const uint8_t* micro_block, int role, float* to) {
           Bytes rest = load_lanes(lanes + window_of(V, G, 1), LANE_SCALES);
           bytes = bit_or(bytes, shuffle_bytes(rest, load(second.at)));
         }
-        store_floats(to + G * MICRO_BLOCK + part * VECTOR_FLOATS,
-                     decode_scales(bytes, CODES[GROUP_TABLE[G].code].unit * gain));
+        store_floats(to + G * MICRO_BLOCK + part * VECTOR_FLOATS, decode_scales(bytes, unit));
       }
     });
   };

@@ -14,7 +14,7 @@ template <int C> struct SignedLevels {
     }
   }
 };
-constexpr float gain_of(int role, int group) { return role == 1 ? CODES[GROUP_TABLE[group].code].gain : 1; }
+constexpr float gain_of(int role, int group) { return role == 1 ? CODES[GROUP_TABLE[role][group].code].gain : 1; }
 
 // A code of 1 in a ring's scale.
 static inline float ring_step(uint8_t scale) {

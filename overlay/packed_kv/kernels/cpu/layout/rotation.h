@@ -73,14 +73,19 @@ struct quaternion {
 
 }  // namespace rotations
 
-// Rotates the first `count` vectors of STORED_DIM rows, a multiple of VECTOR_FLOATS; or back.
-template <class Row> static void rotate(Row* x, const float* constants, int count, bool inverse) {
+template <int ROLE, class Row> static void rotate(Row* x, const float* constants, int count, bool inverse) {
   for (int lane = 0; lane < count; lane += VECTOR_FLOATS) {
     int first = 0;
     unrolled<SECTIONS>([&](auto section) {
-      constexpr int SIZE = SECTION_DIMS[section.value];
-      rotations::ROTATION::rotate<SIZE>(x + first, constants + first, lane, inverse);
+      constexpr int SIZE = SECTION_DIMS[ROLE][section.value];
+      if constexpr (SIZE > 0) rotations::ROTATION::rotate<SIZE>(x + first, constants + first, lane, inverse);
       first += SIZE;
     });
   }
+}
+// Rotates the first `count` vectors of STORED_DIM rows, a multiple of VECTOR_FLOATS; or back. All are of one role, unless
+// these are alike.
+template <class Row> static void rotate(Row* x, int role, const float* constants, int count, bool inverse) {
+  if (ALIKE || role == 0) rotate<0>(x, constants, count, inverse);
+  else rotate<ALIKE ? 0 : 1>(x, constants, count, inverse);
 }

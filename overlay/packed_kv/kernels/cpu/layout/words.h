@@ -43,7 +43,7 @@ struct Words {  // filled in when the library is loaded
   Words() : parts{} {
     for (int role = 0; role < ROLES; role++)
       for (int g = 0; g < GROUPS; g++)
-        for (int signs = 0; signs < 2; signs++) fill(role, GROUP_TABLE[g], signs, planes[role][g][signs]);
+        for (int signs = 0; signs < 2; signs++) fill(role, GROUP_TABLE[role][g], signs, planes[role][g][signs]);
   }
   void fill(int role, const Group& group, bool signs, Plane& plane) {
     const Code& code = CODES[group.code];

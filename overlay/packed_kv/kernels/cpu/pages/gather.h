@@ -63,13 +63,13 @@ struct MicroBlock {
         for (int n = 0; n < 16; n++) bytes[n] = n < count ? from[SCALES_AT[role] + scale_at(role, g, n)] : 0;
         unpack(from, WORD_PLACES.planes[role][g], codes);
         unrolled<WIDTHS>([&](auto code) {
-          if (GROUP_TABLE[g].code == code) decode_group<code.value>(codes, bytes, gain_of(role, g), x + 32 * g);
+          if (GROUP_TABLE[role][g].code == code) decode_group<code.value>(codes, bytes, gain_of(role, g), x + 32 * g);
         });
       }
       for (int n = 0; n < count; n++)
         if (call.ring.data && token + n >= call.ring_from) from_ring(token + n, head, role, n);
       if constexpr (ROPE_DIM > 0) return write_latents(from, token, count);
-      rotate(x, layer.rotation, whole(count), true);
+      rotate(x, role, layer.rotation, whole(count), true);
       to_vectors(x, vectors[0], ALL_CHANNELS, STORED_DIM, whole(count));
       for (int n = 0; n < count; n++) restore(vectors[n], role, head, token + n);
     }

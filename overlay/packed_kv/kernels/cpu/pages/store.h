@@ -117,13 +117,14 @@ struct Batch {
     const int all = whole(rows);
     memset(vectors[rows], 0, sizeof(Vector) * (all - rows));
     to_rows(vectors, x, ALL_CHANNELS, all);
-    rotate(x, layer.rotation, all, false);
+    const int role = items->role;  // of all that are not alike
+    rotate(x, role, layer.rotation, all, false);
     for (int g = 0; g < ALL_GROUPS; g++)
       for (int lane = 0; lane < all; lane += VECTOR_FLOATS) {
         const Row* group = x + 32 * g;
         if (any_page && g < GROUPS)
           unrolled<WIDTHS>([&](auto code) {
-            if (GROUP_TABLE[g].code == code) quantize<code.value>(group, lane, codes + 32 * g, scales[g]);
+            if (GROUP_TABLE[role][g].code == code) quantize<code.value>(group, lane, codes + 32 * g, scales[g]);
           });
         // RoPE channels are in the page as in the ring.
         if (any_ring || g >= GROUPS) quantize_for_ring(group, lane, ring_codes + 32 * g, ring_scales[g]);
@@ -151,7 +152,7 @@ struct Batch {
           for (int c = 0; c < 32; c++) apart[c][present[i]] = codes[32 * g + c][row + i];
         of_group = apart;
       }
-      pack(to, WORD_PLACES.planes[role][g], !GROUP_TABLE[g].has_sign_words, of_group, present, count);
+      pack(to, WORD_PLACES.planes[role][g], !GROUP_TABLE[role][g].has_sign_words, of_group, present, count);
       for (int i = 0; i < count; i++) to[SCALES_AT[role] + scale_at(role, g, present[i])] = scales[g][row + i];
     }
     for (int i = 0; ROPE_DIM && i < count; i++) rope_into_page(to, present[i], row + i);
@@ -192,17 +193,19 @@ struct StorePlan {
   }
   // Returns the number of batches.
   int make() {
-    int tokens = 0, number = 0, rows = WIDE, count = 0;
+    int tokens = 0, number = 0, count = 0;
     for (int i = 0; i < call.tokens; i++)
       if (call.in_page(i) || call.in_ring(i)) kept[tokens++] = i;
-    for (int first = 0, end; first < tokens; first = end) {
-      for (end = first + 1; end < tokens && shares_micro_block(kept[first], kept[end]);) end++;
-      for (int head = 0; head < call.kv_heads; head++)
-        for (int role = 0; role < ROLES; role++) {
-          if (rows + end - first > WIDE) batches[count++] = number, rows = 0;
-          items[number++] = Item{first, end, head, role}, rows += end - first;
-        }
-    }
+    constexpr int together = ALIKE ? ROLES : 1;  // roles whose vectors share batches
+    for (int from = 0; from < ROLES; from += together)
+      for (int first = 0, end, rows = WIDE; first < tokens; first = end) {
+        for (end = first + 1; end < tokens && shares_micro_block(kept[first], kept[end]);) end++;
+        for (int head = 0; head < call.kv_heads; head++)
+          for (int role = from; role < from + together; role++) {
+            if (rows + end - first > WIDE) batches[count++] = number, rows = 0;
+            items[number++] = Item{first, end, head, role}, rows += end - first;
+          }
+      }
     batches[count] = number;
     return count;
   }

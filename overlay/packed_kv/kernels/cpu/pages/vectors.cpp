@@ -23,12 +23,13 @@ struct Vectors {
   int32_t role, reads, dtype, threads;
 };
 
-constexpr int bits_before(int group) {
+constexpr int bits_before(int role, int group) {
   int bits = 0;
-  for (int g = 0; g < group; g++) bits += CODES[GROUP_TABLE[g].code].bits;
+  for (int g = 0; g < group; g++) bits += CODES[GROUP_TABLE[role][g].code].bits;
   return bits;
 }
-constexpr int CODE_WORDS = bits_before(GROUPS);
+constexpr int CODE_WORDS = bits_before(0, GROUPS);
+static_assert(CODE_WORDS == bits_before(1, GROUPS), "K and V have as many bytes");
 
 struct Place {
   int sequence, head, token;
@@ -94,13 +95,13 @@ struct Worker {
     }
     memset(vectors[count], 0, sizeof(Vector) * (all - count));
     to_rows(vectors, x, STORED_DIM, all);
-    rotate(x, layer.rotation, all, false);
+    rotate(x, call.role, layer.rotation, all, false);
     for (int lane = 0; lane < all; lane += VECTOR_FLOATS)
       for (int g = 0; g < GROUPS; g++)
         unrolled<WIDTHS>([&](auto code) {
-          if (GROUP_TABLE[g].code != code) return;
+          if (GROUP_TABLE[call.role][g].code != code) return;
           quantize<code.value>(x + 32 * g, lane, codes + 32 * g, scales[g]);
-          join<CODES[code.value].bits>(codes + 32 * g, words + bits_before(g), lane);
+          join<CODES[code.value].bits>(codes + 32 * g, words + bits_before(call.role, g), lane);
         });
     for (int n = 0; n < count; n++) {
       uint8_t* to = at(call.packed, places[n], 1);
@@ -132,12 +133,13 @@ struct Worker {
     for (int lane = 0; lane < all; lane += VECTOR_FLOATS)
       for (int g = 0; g < GROUPS; g++)
         unrolled<WIDTHS>([&](auto code) {
-          if (GROUP_TABLE[g].code == code)
-            read_group<code.value>(words + bits_before(g), scales[g], gain_of(call.role, g), x + 32 * g, lane);
+          if (GROUP_TABLE[call.role][g].code == code)
+            read_group<code.value>(words + bits_before(call.role, g), scales[g], gain_of(call.role, g), x + 32 * g,
+                                   lane);
         });
     for (int n = 0; n < count; n++)
       if (places[n].token >= older()) read_recent(places[n], n);
-    rotate(x, layer.rotation, all, true);
+    rotate(x, call.role, layer.rotation, all, true);
     to_vectors(x, vectors[0], ALL_CHANNELS, STORED_DIM, all);
     for (int n = 0; n < count; n++) {
       Place p = places[n];

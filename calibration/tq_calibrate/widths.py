@@ -1,0 +1,107 @@
+"""Choose the bits of K's groups of 32 channels, for the dtypes with Hadamard rotation.
+
+Channels cost unequally: an error of channel c moves a score by its weight, and with the best scales (`scales.py`) the
+error is a section's noise times the squared sum of sqrt(weight * energy) over its channels. So channels are ranked by
+that cost, and the groups of the costliest get more bits, those of the cheapest fewer, with as many bytes in all. Each
+group is rotated on its own, so that its noise stays its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import combinations_with_replacement
+
+import torch
+from packed_kv.formats import CODES, FORMATS, GROUP_SIZE, Format, runs
+from packed_kv.layout import key_vector
+
+from .choose import NOISE_OF_A_BIT, LayerChoice
+from .statistics import LayerStatistics
+from .sums import Sums
+
+LEAST_GAIN = 0.95
+"""Error with other widths over that with the dtype's own, from which on they are not worth a layout of their own."""
+
+
+def key_widths(layers: dict[int, LayerStatistics], choices: dict[int, LayerChoice]) -> dict[str, tuple[int, ...]]:
+    """Return the bits of K's groups by dtype, where other widths than the dtype's own lose clearly less."""
+    errors = [(choice, layers[number].key_variance, layers[number].key_weight) for number, choice in choices.items()]
+    found = {}
+    for fmt in _formats():
+        gains = {bits: gain(fmt, bits, errors) for bits in candidates(fmt, errors[0][1].shape[-1])}
+        best = min(gains, key=gains.__getitem__, default=None)
+        if best is not None and gains[best] < LEAST_GAIN:
+            found[fmt.name] = best
+    return found
+
+
+def held_out_gains(widths: dict[str, tuple[int, ...]], held: Sums, choices: dict[int, LayerChoice]) -> dict[str, float]:
+    """Return the error with these widths over that with the dtype's own, on sums over another text than that of the
+    choices, by dtype."""
+    errors = []
+    for number, choice in choices.items():
+        sums = held.layers[number]
+        energy = sums.squares_about(choice.key.mean, choice.rope)
+        errors.append((choice, energy, sums.statistics().key_weight))
+    return {name: gain(FORMATS[name], bits, errors) for name, bits in widths.items()}
+
+
+def candidates(fmt: Format, head_size: int) -> list[tuple[int, ...]]:
+    """Return the bits of groups, descending, that take the bytes of `fmt`, but for its own."""
+    own, found = fmt.group_bits(head_size), []
+    for bits in combinations_with_replacement(sorted(CODES, reverse=True), len(own)):
+        try:
+            key_vector(fmt, head_size, bits)
+        except ValueError:
+            continue
+        if bits != own:
+            found.append(bits)
+    return found
+
+
+def gain(fmt: Format, bits: Sequence[int], errors: Iterable[tuple[LayerChoice, torch.Tensor, torch.Tensor]]) -> float:
+    """Return the geometric mean over layers of the error of scores with these bits over that with the dtype's own.
+
+    errors: of each layer its choice, and mean squares of what is stored less its mean, and of queries, float64 [KV
+    heads, head_size].
+    """
+    ratios = []
+    for choice, energy, weight in errors:
+        squares = choice.key.scale.square()
+        stored, weight = energy * squares, weight / squares
+        own = runs(fmt.group_bits(energy.shape[-1]))
+        today = score_error(stored, weight, _packing_order(fmt, choice.key.outlier_channels, energy), own)
+        ratios.append(score_error(stored, weight, choice.key.ranking, [(width, 1) for width in bits]) / today)
+    return float(torch.tensor(ratios, dtype=torch.float64).log().mean().exp())
+
+
+def score_error(
+    energy: torch.Tensor, weight: torch.Tensor, order: torch.Tensor, sections: Sequence[tuple[int, int]]
+) -> float:
+    """Return the error of scores of all heads, up to a factor.
+
+    Args:
+        energy, weight: mean squares of stored channels and of what multiplies them, float64 [heads, head_size].
+        order: of channels as they are packed, int64 [heads, head_size].
+        sections: (bits, number of groups) of each.
+    """
+    sizes, total = [GROUP_SIZE * groups for _, groups in sections], 0.0
+    parts = zip(
+        sections, energy.gather(-1, order).split(sizes, -1), weight.gather(-1, order).split(sizes, -1), strict=True
+    )
+    for (bits, _), of_energy, of_weight in parts:
+        noise = NOISE_OF_A_BIT**bits / of_energy.shape[-1]
+        total += noise * float((of_energy.sum(-1) * of_weight.sum(-1)).sum())
+    return max(total, torch.finfo(torch.float64).tiny)
+
+
+def _formats() -> list[Format]:
+    return [fmt for fmt in FORMATS.values() if fmt.rotation == "hadamard"]
+
+
+def _packing_order(fmt: Format, outliers: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """The dtype's own order of channels, outliers first, int64 [heads, head_size]."""
+    if not fmt.outlier_bits:
+        return torch.arange(like.shape[-1], device=like.device).expand(like.shape)
+    regular = torch.ones(like.shape, dtype=torch.bool, device=like.device).scatter_(-1, outliers, False)
+    return regular.int().argsort(dim=-1, stable=True)
