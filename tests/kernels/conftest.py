@@ -21,6 +21,9 @@ sys.path += [str(HERE / room) for room in ("triton", "cuda", "cpu")]  # tests ta
 
 if not torch.cuda.is_available() and "triton" not in sys.modules:
     os.environ["TRITON_INTERPRET"] = "1"
+    import interpreter
+
+    interpreter.hasten()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -31,7 +31,7 @@ def build(source: Source, main: str, constants: tuple[tuple[str, str], ...]) -> 
             for name, text in sources.items():
                 (folder / name).write_text(text)
             subprocess.run(
-                ["g++", "-O1", "-std=c++20", "-mf16c", "-shared", "-fPIC", "-w",
+                ["g++", "-O1", "-std=c++20", "-mf16c", "-shared", "-fPIC", "-w", "-U_FORTIFY_SOURCE",
                  *(f"-D{name}={value}" for name, value in constants), "-o", "kernel.so", main],
                 cwd=folder, check=True,
             )  # fmt: skip

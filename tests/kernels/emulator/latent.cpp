@@ -4,8 +4,7 @@
 static const Arguments* given;
 
 static void finish() {
-    fibers[running].done = true;
-    swapcontext(&fibers[running].context, &scheduler);
+    end_fiber();
 }
 static void decode_body() { latent_decode(*given), check_waited(), finish(); }
 static void merge_body() { latent_merge(*given), finish(); }

@@ -12,8 +12,7 @@ static void body() {
 #ifdef BEGINS_EARLY
     check_waited();
 #endif
-    fibers[running].done = true;
-    swapcontext(&fibers[running].context, &scheduler);
+    end_fiber();
 }
 
 extern "C" void launch(const Arguments* arguments, u32 x, u32 y, u32 z) {

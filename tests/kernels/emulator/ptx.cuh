@@ -5,6 +5,7 @@
 // at the thread's own wait; until then their target is poison, as is shared memory that nothing wrote. That of barriers
 // must stay so.
 #pragma once
+#include <setjmp.h>
 #include <ucontext.h>
 
 #include <algorithm>
@@ -14,6 +15,7 @@
 #include <cstring>
 #include <functional>
 #include <map>
+#include <memory>
 #include <vector>
 
 typedef unsigned char u8;
@@ -42,9 +44,9 @@ struct Meeting {  // of a warp, or of a block
     u32 in[32][8], out[32][4];
 };
 struct Fiber {
-    ucontext_t context;
-    std::vector<char> stack;
-    bool done, waited;  // waited: for the kernel before
+    ucontext_t begin;
+    jmp_buf left;
+    bool begun, done, waited;  // waited: for the kernel before
     std::vector<std::function<void()>> copies;
 };
 struct Barrier {
@@ -59,17 +61,28 @@ static Meeting whole_block;
 static std::vector<u8> block_memory;
 constexpr u8 POISON = 0xEE;
 static std::map<u32, Barrier> barriers;
-static ucontext_t scheduler;
+static jmp_buf scheduler;
 static int running;
 
 static void fail(const char* what) {
     fprintf(stderr, "emulator: %s (thread %d of block %u %u %u)\n", what, running, blockIdx.x, blockIdx.y, blockIdx.z);
     abort();
 }
+// Fibers change places by setjmp and longjmp: swapcontext would ask the kernel for the signal mask each time.
 static void yield() {
-    int self = running;
-    swapcontext(&fibers[self].context, &scheduler);
-    running = self, threadIdx.x = self;
+    if (!_setjmp(fibers[running].left)) _longjmp(scheduler, 1);
+}
+static void end_fiber() {
+    fibers[running].done = true;
+    _longjmp(scheduler, 1);
+}
+static void resume(int thread) {
+    running = thread, threadIdx = {(u32)thread, 0, 0};
+    if (_setjmp(scheduler)) return;
+    Fiber& fiber = fibers[running];
+    if (fiber.begun) _longjmp(fiber.left, 1);
+    fiber.begun = true;
+    setcontext(&fiber.begin);
 }
 static void meet(Meeting& meeting, int members, int operation, const std::function<void()>& finish) {
     if (meeting.arrived == 0) meeting.operation = operation;
@@ -127,17 +140,23 @@ INLINE u32 select_bits(u32 mask, u32 a, u32 b) { return (a & mask) | (b & ~mask)
 // ---- the warp
 
 static void mma_of(Meeting& w, bool tf32) {
+    const int depth = tf32 ? 8 : 16;
+    double a[16][16], b[8][16];
+    for (int row = 0; row < 16; row++)
+        for (int k = 0; k < depth; k++) {
+            const u32 word = w.in[row % 8 * 4 + (tf32 ? k % 4 : k % 8 / 2)][row / 8 + (tf32 ? k / 4 : k / 8) * 2];
+            a[row][k] = tf32 ? __int_as_float(word & 0xFFFFE000u) : to_float(word >> (k % 2 * 16));
+        }
+    for (int column = 0; column < 8; column++)
+        for (int k = 0; k < depth; k++) {
+            const u32 word = w.in[column * 4 + (tf32 ? k % 4 : k % 8 / 2)][4 + (tf32 ? k / 4 : k / 8)];
+            b[column][k] = tf32 ? __int_as_float(word & 0xFFFFE000u) : to_float(word >> (k % 2 * 16));
+        }
     for (int target = 0; target < 32; target++)
         for (int r = 0; r < 4; r++) {
-            int row = target / 4 + r / 2 * 8, column = target % 4 * 2 + r % 2;
+            const double *left = a[target / 4 + r / 2 * 8], *right = b[target % 4 * 2 + r % 2];
             double sum = 0;
-            for (int k = 0; k < (tf32 ? 8 : 16); k++) {
-                int in_a = tf32 ? row % 8 * 4 + k % 4 : row % 8 * 4 + k % 8 / 2;
-                int in_b = tf32 ? column * 4 + k % 4 : column * 4 + k % 8 / 2;
-                u32 a = w.in[in_a][row / 8 + (tf32 ? k / 4 : k / 8) * 2], b = w.in[in_b][4 + (tf32 ? k / 4 : k / 8)];
-                if (tf32) sum += (double)__int_as_float(a & 0xFFFFE000u) * __int_as_float(b & 0xFFFFE000u);
-                else sum += (double)to_float(a >> (k % 2 * 16)) * to_float(b >> (k % 2 * 16));
-            }
+            for (int k = 0; k < depth; k++) sum += left[k] * right[k];
             w.out[target][r] = __float_as_int((float)sum);
         }
 }
@@ -292,6 +311,9 @@ template <int BYTES> void issue_bulk_copy(u32 target, u32 barrier, const u8* sou
 // ---- the launch
 
 static void run_block(int threads, int shared_bytes, void (*body)()) {
+    constexpr int STACK = 1 << 18;
+    static std::vector<std::unique_ptr<char[]>> stacks;  // of all blocks, one after the other
+    while ((int)stacks.size() < threads) stacks.emplace_back(new char[STACK]);
     fibers.clear(), fibers.resize(threads);
     warps.assign(threads / 32, Meeting{});
     whole_block = Meeting{};
@@ -299,20 +321,16 @@ static void run_block(int threads, int shared_bytes, void (*body)()) {
     barriers.clear();
     for (int i = 0; i < threads; i++) {
         Fiber& fiber = fibers[i];
-        fiber.done = fiber.waited = false;
-        fiber.stack.resize(1 << 18);
-        getcontext(&fiber.context);
-        fiber.context.uc_stack.ss_sp = fiber.stack.data(), fiber.context.uc_stack.ss_size = fiber.stack.size();
-        fiber.context.uc_link = nullptr;
-        makecontext(&fiber.context, body, 0);
+        fiber.begun = fiber.done = fiber.waited = false;
+        getcontext(&fiber.begin);
+        fiber.begin.uc_stack.ss_sp = stacks[i].get(), fiber.begin.uc_stack.ss_size = STACK;
+        fiber.begin.uc_link = nullptr;
+        makecontext(&fiber.begin, body, 0);
     }
     for (int left = threads; left;) {
         left = 0;
         for (int i = 0; i < threads; i++)
-            if (!fibers[i].done) {
-                running = i, threadIdx = {(u32)i, 0, 0}, left++;
-                swapcontext(&scheduler, &fibers[i].context);
-            }
+            if (!fibers[i].done) left++, resume(i);
     }
     for (const auto& [address, barrier] : barriers)
         for (int i = 0; i < 8; i++)
