@@ -2,19 +2,23 @@
 
     resources = compile_kernels([Case(kernel="packed_kv.kernels.triton.store:store_kernel", ...)])
 
-A process in which triton was imported for its interpreter cannot compile, so one child process does it all.
+A process in which triton was imported for its interpreter cannot compile, so one child process does it all. Its start
+takes as long as a compile: it stays for the next one, until its parent ends.
 """
 
 from __future__ import annotations
 
+import atexit
 import importlib
 import os
 import pickle
 import re
 import subprocess
 import sys
+import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -69,14 +73,26 @@ class Resources:
         return [text for at, text in code if begin <= at <= end and not any(a < at < b for a, b in skipped)]
 
 
-def compile_kernels(cases: list[Case]) -> list[Resources]:
+@cache
+def _child() -> subprocess.Popen[bytes]:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
-    child = subprocess.run(
-        [sys.executable, __file__], input=pickle.dumps([vars(case) for case in cases]), stdout=subprocess.PIPE,
-        env=environment, check=True,
+    child = subprocess.Popen(
+        [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment
     )  # fmt: skip
-    return [Resources(**result) for result in pickle.loads(child.stdout)]
+    atexit.register(child.communicate)  # it ends where its input does
+    return child
+
+
+def compile_kernels(cases: list[Case]) -> list[Resources]:
+    child = _child()
+    assert child.stdin is not None and child.stdout is not None
+    pickle.dump([vars(case) for case in cases], child.stdin)
+    child.stdin.flush()
+    results = pickle.load(child.stdout)
+    if isinstance(results, str):
+        raise RuntimeError(results)
+    return [Resources(**result) for result in results]
 
 
 EXACT_FMAS = 16
@@ -137,9 +153,17 @@ def _compile(case: Case) -> dict[str, Any]:
     )
 
 
+def _answer(cases: list[dict[str, Any]]) -> list[dict[str, Any]] | str:
+    """The results of cases, or why there are none."""
+    try:
+        return [_compile(Case(**case)) for case in cases]
+    except Exception:
+        return traceback.format_exc()
+
+
 if __name__ == "__main__":
-    output = os.dup(1)
-    os.dup2(2, 1)  # whatever is printed on the way does not reach the pickle
-    results = [_compile(Case(**case)) for case in pickle.load(sys.stdin.buffer)]
-    with open(output, "wb") as file:
-        pickle.dump(results, file)
+    output = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # whatever is printed on the way does not reach the pickles
+    while sys.stdin.buffer.peek(1):
+        pickle.dump(_answer(pickle.load(sys.stdin.buffer)), output)
+        output.flush()
