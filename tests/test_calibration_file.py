@@ -67,8 +67,8 @@ def rename(name: str) -> Change:
 
 FIRST = list(range(32))
 REFUSED: dict[str, tuple[Change, str]] = {
-    "version_4": (set_field(version=4), "version 4 is newer than this packed-kv reads (1 to 3), so update packed-kv;"),
-    "version_0": (set_field(version=0), "version 0 is not supported (1 to 3 are)"),
+    "version_5": (set_field(version=5), "version 5 is newer than this packed-kv reads (1 to 4), so update packed-kv;"),
+    "version_0": (set_field(version=0), "version 0 is not supported (1 to 4 are)"),
     "version_is_text": (set_field(version="2"), 'version "2" is not supported'),
     "version_is_true": (set_field(version=True), "version true is not supported"),
     "no_version": (drop("version"), "version null is not supported"),

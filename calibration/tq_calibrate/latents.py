@@ -98,5 +98,5 @@ def of_latents(layer: LayerStatistics) -> LayerStatistics:
     both = (keys["key_weight"], layer.value_weight)
     weight = torch.stack([x / x.mean(-1, keepdim=True).clamp_min(torch.finfo(x.dtype).tiny) for x in both]).mean(0)
     mean = None if layer.key_mean is None else layer.key_mean[:, :rank]
-    keys |= {"key_weight": weight, "key_mean": mean, "key_first_mean": None}
+    keys |= {"key_weight": weight, "key_mean": mean, "key_first_mean": None, "far_key_weight": None}
     return replace(layer, **keys, value_weight=weight)

@@ -24,7 +24,7 @@ from .sums import Sums
 from .text import held_out_sequences, read_text, sha256, token_sequences
 from .transformers_engine import TransformersModel
 from .weights import estimate
-from .widths import held_out_gains, key_widths
+from .widths import held_out_gains, key_widths, weigh_from_afar
 from .write import check_writable, file_content, write_file
 
 if TYPE_CHECKING:
@@ -44,6 +44,8 @@ def calibrate(options: argparse.Namespace) -> None:
         statistics, held = estimate(config, model_folder(options.model), _context(options, longest)), None
     else:
         out, statistics, held = _observe_by_an_engine(options)
+    if options.key_widths:
+        weigh_from_afar(statistics.layers)
     choosing = tqdm(statistics.layers.items(), unit=" layers", desc="choosing")
     choices = {layer: choose(found, options.recipe) for layer, found in choosing}
     named = " ".join(("--text", *options.text)) if options.text else ""
@@ -61,10 +63,7 @@ def calibrate(options: argparse.Namespace) -> None:
 def _key_widths(
     statistics: Statistics, held: Sums | None, choices: dict[int, LayerChoice]
 ) -> dict[str, tuple[int, ...]]:
-    """The bits of K's groups by dtype, of those that lose less on held-out text as well; says which. Raises
-    UserError."""
-    if held and held.has_latents:
-        raise UserError("--key-widths are of the groups of keys, and this model stores latents; leave it out")
+    """The bits of K's groups by dtype, of those that lose less on held-out text as well; says which."""
     widths = key_widths(statistics.layers, choices)
     gains = held_out_gains(widths, held, choices) if held else dict.fromkeys(widths, 0.0)
     for name, bits in widths.items():
@@ -106,6 +105,8 @@ def _observe(options: argparse.Namespace, model: TransformersModel | VllmModel) 
             "tokens; --context sets how many",
             file=sys.stderr,
         )
+    if options.key_widths and rank_of(model.text_config):
+        raise UserError(f"--key-widths are of groups of keys, and {options.model} stores latents; leave it out")
     print(f"loading {options.model} ...", file=sys.stderr)
     with tqdm(total=options.tokens + sum(map(len, held)), unit=" tokens", unit_scale=True, desc="calibrating") as bar:
         statistics, sums = model.run(sequences, held, bar.update)

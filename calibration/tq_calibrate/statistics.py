@@ -18,8 +18,9 @@ class LayerStatistics:
 
     key_energy, value_energy: mean square of K (after norm and RoPE) and V.
     key_mean, key_variance: mean of K and mean square of K minus it, half over all keys equally, half by attention.
-    key_weight: mean square of the queries in this channel, each weighed by its attention to distant keys
-        (`attended.py`) where there are any.
+    key_weight: mean square of the queries in this channel.
+    far_key_weight: the same, each query weighed by its attention to distant keys (`attended.py`) where there are any;
+        None of weights alone, and of latents.
     rope: what turns K behind `key_mean`, which then is K's mean before it; the runtime takes off what it makes of that
         mean at a token's position, averaged over a block of them. `key_variance` and `key_weight` are then of all
         positions of the model, whatever the sequences' length.
@@ -40,6 +41,7 @@ class LayerStatistics:
     key_mean: torch.Tensor | None = None
     key_first_mean: torch.Tensor | None = None
     rope: ModelRope | None = None
+    far_key_weight: torch.Tensor | None = None
 
 
 @dataclass

@@ -156,18 +156,21 @@ class LayerSums:
             rope, mean = None, self._weighed(self.key / later, self.attended_key, even)
             squares = self._weighed(energy, self.attended_squares, even)
             variance = (squares - mean.square()).clamp_min(0.0)
-            weight = self._weighed(self.query_squares / later, self.attending_squares, 0.0)
+            weight = self.query_squares / later
+            far_weight = self._weighed(weight, self.attending_squares, 0.0)
         else:
             rope = self.ropes[at]
             means = self._weighed(self.key_before_rope[:, at] / later, self.attended_before_rope[:, at], even)
             mean, variance = means[:, : self.key.shape[1]], stored_squares(means, rope)
             sampled = self.query_before_rope[:, at] / max(1, self.sampled_queries)
-            weight = turned_squares(self._weighed(sampled, self.attending_before_rope[:, at], 0.0), rope)
+            far = self._weighed(sampled, self.attending_before_rope[:, at], 0.0)
+            weight, far_weight = turned_squares(sampled, rope), turned_squares(far, rope)
         return LayerStatistics(
             key_energy=energy,
             key_variance=variance,
             value_energy=self.value_squares / self.tokens,
             key_weight=weight,
+            far_key_weight=far_weight,
             value_weight=self.value_weight,
             key_max=self.key_max,
             value_max=self.value_max,

@@ -4,11 +4,14 @@ Channels cost unequally: an error of channel c moves a score by its weight, and 
 error is a section's noise times the squared sum of sqrt(weight * energy) over its channels. So channels are ranked by
 that cost, and the groups of the costliest get more bits, those of the cheapest fewer, with as many bytes in all. Each
 group is rotated on its own, so that its noise stays its own.
+
+Here queries count by their attention to distant keys: unequal widths gain more by it than equal ones (docs/tried.md).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from itertools import combinations_with_replacement
 
 import torch
@@ -35,6 +38,13 @@ def key_widths(layers: dict[int, LayerStatistics], choices: dict[int, LayerChoic
     return found
 
 
+def weigh_from_afar(layers: dict[int, LayerStatistics]) -> None:
+    """Let queries count by their attention to distant keys, in place, where it is known."""
+    for number, layer in layers.items():
+        if layer.far_key_weight is not None:
+            layers[number] = replace(layer, key_weight=layer.far_key_weight)
+
+
 def held_out_gains(widths: dict[str, tuple[int, ...]], held: Sums, choices: dict[int, LayerChoice]) -> dict[str, float]:
     """Return the error with these widths over that with the dtype's own, on sums over another text than that of the
     choices, by dtype."""
@@ -42,7 +52,9 @@ def held_out_gains(widths: dict[str, tuple[int, ...]], held: Sums, choices: dict
     for number, choice in choices.items():
         sums = held.layers[number]
         energy = sums.squares_about(choice.key.mean, choice.rope)
-        errors.append((choice, energy, sums.statistics().key_weight))
+        weight = sums.statistics().far_key_weight
+        assert weight is not None
+        errors.append((choice, energy, weight))
     return {name: gain(FORMATS[name], bits, errors) for name, bits in widths.items()}
 
 

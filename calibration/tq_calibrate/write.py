@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from packed_kv.calibration_content import CODEBOOK_VERSION, TRANSFORM_VERSION, VERSION
+from packed_kv.calibration_content import CODEBOOK_VERSION, FIRST_WITH_KEY_BITS, TRANSFORM_VERSION, VERSION
 from packed_kv.calibration_file import load
 from packed_kv.private_file import replacing, why_not_replaced
 
@@ -39,7 +39,7 @@ def file_content(
         for layer, choice in choices.items()
     }
     return {
-        "version": VERSION,
+        "version": FIRST_WITH_KEY_BITS if key_bits else VERSION,
         "recipe": recipe,
         "head_size": head_size,
         **({} if value_size == head_size else {"value_head_size": value_size}),

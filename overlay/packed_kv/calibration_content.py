@@ -17,11 +17,12 @@ from .json_file import shown
 from .layout import key_vector
 from .model.rope import Parameters, Rope, normalised
 
-VERSION = 4
-"""Version of the files that are written; 1 to 3 are read too: 1 has no means and scales of channels, 2 no means before
-RoPE, 3 no widths of K's groups, and scales that were chosen by all queries alike."""
+VERSION = 3
+"""Version of the files that are written, but for those with widths of K's groups. 1 and 2 are read too: 1 has no means
+and scales of channels, 2 none before RoPE."""
 FIRST_WITH_ROPES = 3
-FIRST_WITH_KEY_BITS = 4
+FIRST_WITH_KEY_BITS = NEWEST = 4
+"""Version of the files that have widths of K's groups."""
 LARGEST_HEAD_SIZE = 4096
 LARGEST_SIZE = 1e38
 """Bound of a channel's root mean square, so that its square is a float, too."""
@@ -137,12 +138,12 @@ def parse(content: Any) -> Content:
 
 def _check_version(version: Any) -> None:
     number = isinstance(version, int | float) and not isinstance(version, bool)
-    if number and version > VERSION:
+    if number and version > NEWEST:
         raise FaultError(
-            f"version {shown(version)} is newer than this packed-kv reads (1 to {VERSION}), so update packed-kv"
+            f"version {shown(version)} is newer than this packed-kv reads (1 to {NEWEST}), so update packed-kv"
         )
-    if not number or version not in range(1, VERSION + 1):
-        raise FaultError(f"version {shown(version)} is not supported (1 to {VERSION} are)")
+    if not number or version not in range(1, NEWEST + 1):
+        raise FaultError(f"version {shown(version)} is not supported (1 to {NEWEST} are)")
 
 
 def _check_fields(found: dict[str, Any], where: str) -> None:

@@ -59,7 +59,8 @@ def test_queries_that_look_far_back_count_more() -> None:
     query[at, HEADS // 2] = 1e4 * key[looked_at, 1]
     sums = Sums()
     sums.add(0, query, key, value, torch.arange(tokens), SCORES, lambda: torch.ones(HEADS * HEAD_SIZE))
-    weight = sums.statistics().layers[0].key_weight
+    weight = sums.statistics().layers[0].far_key_weight
+    assert weight is not None
     assert_close(weight[0], query[1:, 0].double().square().mean(0), rtol=1e-6, atol=0)
     assert_close(weight[1], query[at, HEADS // 2].double().square(), rtol=1e-6, atol=0)
 

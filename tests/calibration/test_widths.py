@@ -77,6 +77,7 @@ def test_a_file_with_widths(
     assert "turboquant35: its own widths in groups of keys" in told
     file = load(out)
     assert file.key_bits == {"tq3": (4, 3, 3, 2)}
+    assert file.version == 4
     jsonschema.validate(json.loads(out.read_text()), json.loads(SCHEMA.read_text()))
     layer = file.layers[0]
     taken = file.taken_by(FORMATS["tq3"], layer).key

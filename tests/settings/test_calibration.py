@@ -247,7 +247,7 @@ REFUSED = {
     "layers": (lambda: content(2, 2, 64), "made for another model: layer 2 is missing, this model has layers 0 to 2"),
     "kv_heads": (lambda: content(3, 4, 64), "made for another model: KV heads 4, this model has 2"),
     "head_size": (lambda: content(3, 2, 128), "made for another model: head_size 128, this model has 64"),
-    "version": (lambda: content(3) | {"version": 4}, "version 4 is newer than this packed-kv reads (1 to 3)"),
+    "version": (lambda: content(3) | {"version": 5}, "version 5 is newer than this packed-kv reads (1 to 4)"),
     "rope": (
         lambda: content(3, version=3, theta=5e5),
         'made for another RoPE: rope_type "default", rope_theta 500000.0; this model has rope_type "default", rope_the',

@@ -12,7 +12,7 @@ from huggingface_hub import try_to_load_from_cache
 from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
 from vllm.logger import init_logger
 
-from ..calibration_content import FIRST_WITH_ROPES, VERSION
+from ..calibration_content import FIRST_WITH_ROPES
 from ..calibration_file import FILE_NAME, Calibration, heads_of_rank, layer_number, load, why_no_file
 from ..channel_calibration import MIXES_NEIGHBOURS, LayerCalibration
 from ..formats import Format
@@ -144,8 +144,6 @@ def find_calibration(config: VllmConfig, fmt: Format) -> RankCalibration | None:
     turns = any(rope["rope_type"] not in VARYING for rope in rope_parameters(model.hf_text_config).values())
     if not no_means and turns and calibration.version < FIRST_WITH_ROPES:
         hint = f"; its means of keys are for short contexts, {_command(model)} makes them for all"
-    elif not no_means and calibration.version < VERSION:
-        hint = f"; a file that {_command(model)} makes now loses less"
     logger.info_once(
         "KV cache calibration: %s for %s from %s, made for %s%s",
         rank.uses() or "nothing",
