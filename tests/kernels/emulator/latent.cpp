@@ -3,11 +3,8 @@
 
 static const Arguments* given;
 
-static void finish() {
-    end_fiber();
-}
-static void decode_body() { latent_decode(*given), check_waited(), finish(); }
-static void merge_body() { latent_merge(*given), finish(); }
+static void decode_body() { latent_decode(*given), check_waited(), end_fiber(); }
+static void merge_body() { latent_merge(*given), end_fiber(); }
 static void run_grid(u32 x, u32 y, u32 threads, u32 shared_bytes, void (*body)()) {
     gridDim = {x, y, 1};
     for (u32 i = 0; i < x * y; i++) {

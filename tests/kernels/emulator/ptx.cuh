@@ -8,14 +8,11 @@
 #include <setjmp.h>
 #include <ucontext.h>
 
-#include <algorithm>
-#include <cmath>
+#include <cmath>  // <algorithm> and <functional> take longer to compile than a kernel
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
-#include <functional>
 #include <map>
-#include <memory>
 #include <vector>
 
 typedef unsigned char u8;
@@ -43,16 +40,22 @@ struct Meeting {  // of a warp, or of a block
     int arrived = 0, generation = 0, operation = 0;
     u32 in[32][8], out[32][4];
 };
+struct Copy {  // to an address of shared memory; of zeros where there is no source
+    u32 target;
+    const void* source;
+    u32 bytes;
+    void run() const;
+};
 struct Fiber {
     ucontext_t begin;
     jmp_buf left;
     bool begun, done, waited;  // waited: for the kernel before
-    std::vector<std::function<void()>> copies;
+    std::vector<Copy> copies;
 };
 struct Barrier {
     int arrivals, completed = 0, arrived = 0;
     u32 expected = 0, started = 0;
-    std::vector<std::function<void()>> copies;
+    std::vector<Copy> copies;
 };
 
 static std::vector<Fiber> fibers;
@@ -84,7 +87,7 @@ static void resume(int thread) {
     fiber.begun = true;
     setcontext(&fiber.begin);
 }
-static void meet(Meeting& meeting, int members, int operation, const std::function<void()>& finish) {
+template <class Finish> void meet(Meeting& meeting, int members, int operation, const Finish& finish) {
     if (meeting.arrived == 0) meeting.operation = operation;
     if (meeting.operation != operation) fail("lanes meet in different operations");
     int generation = meeting.generation;
@@ -176,7 +179,7 @@ INLINE void mma(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
 INLINE void mma_tf32(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
     run_mma(d, {a0, a1, a2, a3, b0, b1}, d[0], d[1], d[2], d[3], true);
 }
-static u32 exchange(int operation, u32 x, u32 detail, const std::function<u32(Meeting&, int)>& result) {
+template <class Result> u32 exchange(int operation, u32 x, u32 detail, const Result& result) {
     warp().in[lane()][0] = x, warp().in[lane()][1] = detail;
     meet(warp(), 32, operation, [&] {
         Meeting& w = warp();
@@ -237,6 +240,11 @@ static const u8* shared_at(u32 address, u32 size) {
     if (address % size || address + size > block_memory.size()) fail("shared memory read out of bounds or misaligned");
     return &block_memory[address];
 }
+void Copy::run() const {
+    void* place = (void*)shared_at(target, 1);
+    if (source) memcpy(place, source, bytes);
+    else memset(place, 0, bytes);
+}
 INLINE u32 load_shared(u32 address) { u32 word; memcpy(&word, shared_at(address, 4), 4); return word; }
 INLINE u32 load_shared_again(u32 address) { return load_shared(address); }
 INLINE u32 load_shared_half(u32 address) { u16 half; memcpy(&half, shared_at(address, 2), 2); return half; }
@@ -252,18 +260,15 @@ INLINE Quad load_constant_16(const void* pointer) { return *(const Quad*)pointer
 INLINE void copy_8(u32 target, const u8* source, bool exists) {
     if ((u64)source % 8 && exists) fail("a copy is misaligned");
     memset((void*)shared_at(target, 8), POISON, 8);
-    fibers[running].copies.push_back([=] {
-        if (exists) memcpy((void*)shared_at(target, 8), source, 8);
-        else memset((void*)shared_at(target, 8), 0, 8);
-    });
+    fibers[running].copies.push_back({target, exists ? source : nullptr, 8});
 }
 INLINE void copy_16(u32 target, const void* source) {
     if ((u64)source % 16) fail("a copy is misaligned");
     memset((void*)shared_at(target, 16), POISON, 16);
-    fibers[running].copies.push_back([=] { memcpy((void*)shared_at(target, 16), source, 16); });
+    fibers[running].copies.push_back({target, source, 16});
 }
 INLINE void wait_for_copies() {
-    for (auto& copy : fibers[running].copies) copy();
+    for (const Copy& copy : fibers[running].copies) copy.run();
     fibers[running].copies.clear();
 }
 struct alignas(8) Floats { float x, y; };
@@ -287,7 +292,7 @@ INLINE void barrier_wait(u32 address, u32 parity) {
             yield();  // another lane has yet to announce or start it
             continue;
         }
-        for (auto& copy : barrier.copies) copy();
+        for (const Copy& copy : barrier.copies) copy.run();
         barrier = Barrier{barrier.arrivals, barrier.completed + 1};
     }
 }
@@ -305,15 +310,15 @@ template <int BYTES> void issue_bulk_copy(u32 target, u32 barrier, const u8* sou
     if ((u64)source % 16 || target % 16 || BYTES % 16) fail("a copy is misaligned");
     memset((void*)shared_at(target, 1), POISON, BYTES);
     barriers.at(barrier).started += BYTES;
-    barriers.at(barrier).copies.push_back([=] { memcpy((void*)shared_at(target, 1), source, BYTES); });
+    barriers.at(barrier).copies.push_back({target, source, BYTES});
 }
 
 // ---- the launch
 
 static void run_block(int threads, int shared_bytes, void (*body)()) {
     constexpr int STACK = 1 << 18;
-    static std::vector<std::unique_ptr<char[]>> stacks;  // of all blocks, one after the other
-    while ((int)stacks.size() < threads) stacks.emplace_back(new char[STACK]);
+    static std::vector<char*> stacks;  // of all blocks, one after the other
+    while ((int)stacks.size() < threads) stacks.push_back(new char[STACK]);
     fibers.clear(), fibers.resize(threads);
     warps.assign(threads / 32, Meeting{});
     whole_block = Meeting{};
@@ -323,7 +328,7 @@ static void run_block(int threads, int shared_bytes, void (*body)()) {
         Fiber& fiber = fibers[i];
         fiber.begun = fiber.done = fiber.waited = false;
         getcontext(&fiber.begin);
-        fiber.begin.uc_stack.ss_sp = stacks[i].get(), fiber.begin.uc_stack.ss_size = STACK;
+        fiber.begin.uc_stack.ss_sp = stacks[i], fiber.begin.uc_stack.ss_size = STACK;
         fiber.begin.uc_link = nullptr;
         makecontext(&fiber.begin, body, 0);
     }

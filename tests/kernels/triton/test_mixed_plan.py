@@ -75,6 +75,7 @@ def test_each_row_reads_its_keys_once() -> None:
         over_prefix = {row + i: (request, keys) for request, row, rows, keys in passes for i in range(rows)}
         assert len(over_prefix) == sum(rows for _, _, rows, _ in passes) == (made.has_prefix == 1).sum()
         row, decode_start, chunk_start = 0, made.decode_start.tolist(), made.chunk_start.tolist()
+        decode_slots, chunk_slots = made.decode_slots.tolist(), made.chunk_slots.tolist()
         for request, (count, context) in enumerate(batch):
             is_decode = count <= longest
             starts, other = (decode_start, chunk_start) if is_decode else (chunk_start, decode_start)
@@ -83,7 +84,7 @@ def test_each_row_reads_its_keys_once() -> None:
             for i in range(row, row + count):
                 expected = (request, context - count) if not is_decode and context > count else None
                 assert over_prefix.get(i) == expected
-                assert (made.decode_slots[i], made.chunk_slots[i]) == ((i, -1) if is_decode else (-1, i))
+                assert (decode_slots[i], chunk_slots[i]) == ((i, -1) if is_decode else (-1, i))
             row += count
         assert (made.has_prefix[row:] == -1).all() and (made.has_prefix[:row] >= 0).all()
         assert (made.decode_slots[row:] == -1).all() and (made.chunk_slots[row:] == -1).all()
