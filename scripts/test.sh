@@ -17,23 +17,27 @@ bin=$VENV/bin
 
 run_pytest() { "$bin/python" -m pytest ${which:+"$which"} --durations=15 "$@"; }
 
-kernels() {
+# Kernels in a process of their own: Triton's interpreter is for the kernels under test, not for vLLM's. Benchmarks come
+# last in theirs: they import llvmlite, and vLLM starts no engine in a process that has.
+kernels_and_more() {
+    local failed=0
     trap 'kill $(jobs -p); exit 143' TERM
-    run_pytest tests/kernels &
-    wait $!
+    for folders in tests/kernels "tests/attention tests/calibration" "tests/window tests/benchmarks"; do
+        # shellcheck disable=SC2086
+        run_pytest $folders &
+        wait $! || failed=1
+    done
+    return "$failed"
 }
-# Kernels in a process of their own: Triton's interpreter is for the kernels under test, not for vLLM's. Benchmarks come last
-# in theirs: they import llvmlite, and vLLM starts no engine in a process that has. Both halves, of one core each, take as
-# long.
+# Both halves, of one core each, take about as long.
 all_tests() {
     local log failed=0
     log=$(mktemp)
     # shellcheck disable=SC2064
     trap "kill \$(jobs -p) 2>/dev/null || true; wait; cat '$log'; rm -f '$log'" EXIT
     trap 'exit 130' INT
-    kernels >"$log" 2>&1 &
-    run_pytest tests --ignore=tests/{kernels,window,benchmarks} || failed=1
-    run_pytest tests/window tests/benchmarks || failed=1
+    kernels_and_more >"$log" 2>&1 &
+    run_pytest tests --ignore=tests/{kernels,attention,calibration,window,benchmarks} || failed=1
     wait $! || failed=1
     cat "$log"
     : >"$log"

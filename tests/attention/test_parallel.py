@@ -87,17 +87,9 @@ def test_decode_context_parallel_latents(tmp_path: Path, monkeypatch: pytest.Mon
     assert tokens == 2 * alone[2]
 
 
-def test_pipeline_parallel(model: str, alone: tuple[torch.Tensor, list[list[int]], int]) -> None:
-    """Layers dealt out to two stages, with a recent window, which each stage has of its own layers."""
-    stages = {"pipeline_parallel_size": 2, "async_scheduling": False, "recent_tokens": None}
-    logprobs, generated, _ = run(model, **stages, **TWO_PROCESSES)
-    expected = run(model, recent_tokens=None)
-    assert torch.equal(logprobs, expected[0]) and generated == expected[1]
-    assert not torch.equal(logprobs, alone[0]), "no window"
-
-
 def test_pipeline_parallel_beside_a_skipped_layer(tmp_path: Path) -> None:
-    """It is one stage's, and both lay out their pages alike. The window is as in one stage."""
+    """Layers dealt out to two stages, with a recent window, which each stage has of its own layers. The skipped layer is
+    one stage's, and both lay out their pages alike."""
     model = tiny_models.save(tiny_models.llama(num_key_value_heads=1, num_hidden_layers=4), tmp_path / "model")
     options: dict[str, Any] = {"recent_tokens": 40, "kv_cache_dtype_skip_layers": ["2"]}
     expected = run(model, **options)
