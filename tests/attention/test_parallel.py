@@ -88,8 +88,8 @@ def test_decode_context_parallel_latents(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_pipeline_parallel_beside_a_skipped_layer(tmp_path: Path) -> None:
-    """Layers dealt out to two stages, with a recent window, which each stage has of its own layers. The skipped layer is
-    one stage's, and both lay out their pages alike."""
+    """Layers dealt out to two stages, with a recent window, which each stage has of its own layers. The layer is one
+    stage's, and both lay out their pages alike."""
     model = tiny_models.save(tiny_models.llama(num_key_value_heads=1, num_hidden_layers=4), tmp_path / "model")
     options: dict[str, Any] = {"recent_tokens": 40, "kv_cache_dtype_skip_layers": ["2"]}
     expected = run(model, **options)
