@@ -109,7 +109,7 @@ def _at_debug(of_vllm: logging.Logger) -> Iterator[None]:
 
 def _warn_of_rotary_embedding(config: VllmConfig) -> None:
     """Log a warning if RoPE runs by an operator of vLLM's CPU platform that is wrong for queries of latent attention
-    (docs/upstream/README.md)."""
+    (docs/upstream.md)."""
     if config.compilation_config.is_custom_op_enabled("rotary_embedding"):
         logger.warning(
             "rotary_embedding of vLLM's CPU platform is wrong for latent attention, with any KV-cache dtype; start "
