@@ -64,7 +64,6 @@ EXCEPTIONS = {
     ("calibration/tq_calibrate/text.py", "read_text"): INPUT,
     ("calibration/tq_calibrate/run.py", "read_text"): "the function of text.py",
     ("calibration/tq_calibrate/weights.py", "safe_open"): ENGINE,
-    ("overlay/packed_kv/planning/show.py", "savefig"): "into memory",
     ("calibration/tq_calibrate/report.py", "savefig"): "into memory",
     ("quality/packed_kv_quality/plots.py", "savefig"): "into memory",
     ("quality/packed_kv_quality/arguments.py", "read_text"): INPUT,

@@ -145,9 +145,6 @@ def test_what_is_missing_is_named(bare) -> None:
     run = bare("plan", "someone/model", "--gpu", "L4")
     assert run.returncode == 2
     assert "to look on the Hugging Face Hub: pip install huggingface_hub" in run.stderr
-    run = bare("plan", str(DEMO_MODEL), "--gpu", "L4", "--plot", "x.png")
-    assert run.returncode == 2
-    assert run.stderr == "packed-kv plan: --plot needs matplotlib; pip install 'packed-kv[plots]'\n"
 
 
 def test_completion_leaves_out_the_options_of_what_cannot_be_imported(bare, tmp_path: Path) -> None:

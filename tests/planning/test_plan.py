@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import os
 import time
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from unittest.mock import Mock
 
 import pytest
 from checkout import DEMO_MODEL
 from coverage_models import MODELS
 from huggingface_hub import errors
-from packed_kv import private_file
 from packed_kv.commands.plan import main
 from packed_kv.formats import FORMATS
 from packed_kv.model.config_fields import BadInput
@@ -223,42 +219,6 @@ def test_kl_of_latents_is_that_of_the_rows() -> None:
 def test_bits_of_rope_need_latents(shape_8b: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([shape_8b, "--gpu", "H200", "--latent-rope-bits", "8"]) == 2
     assert "has no latent attention (MLA), and so no RoPE channels of 8 bits" in capsys.readouterr().err
-
-
-def test_plot(shape_8b: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("matplotlib")
-    for name in "plan.png", "plan", "plan.jpeg":
-        assert main([shape_8b, "--gpu", "H200", "--plot", str(tmp_path / name)]) == 0
-        assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
-    (tmp_path / "folder.png").mkdir()
-    os.mkfifo(tmp_path / "fifo")
-    cases = {
-        tmp_path / "no" / "plan.png": "cannot be written; name a file in a folder that is there",
-        tmp_path / "folder.png": "is a folder; name a file, such as plan.png",
-        tmp_path / "fifo": "is not a regular file; name a file, such as plan.png",
-    }
-    capsys.readouterr()
-    for file, said in cases.items():
-        assert main([shape_8b, "--gpu", "H200", "--plot", str(file)]) == 2
-        shown = capsys.readouterr()
-        assert f"--plot {file} {said}" in shown.err and not shown.out
-
-
-def test_a_plot_needs_matplotlib(shape_8b: str, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    assert main([shape_8b, "--gpu", "H200", "--plot", "plan.png"]) == 2
-    shown = capsys.readouterr()
-    assert "--plot needs matplotlib" in shown.err and not shown.out
-
-
-def test_a_file_that_is_not_ours_to_write(
-    shape_8b: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
-) -> None:
-    """Whoever runs the tests may write everything."""
-    pytest.importorskip("matplotlib")
-    monkeypatch.setattr(private_file, "_make_file", Mock(side_effect=PermissionError(13, "Permission denied")))
-    assert main([shape_8b, "--gpu", "H200", "--plot", str(tmp_path / "plan.png")]) == 2
-    assert f"{tmp_path} cannot be written to (Permission denied)" in capsys.readouterr().err
 
 
 BAD_CONFIGS = {

@@ -1,7 +1,7 @@
 """Print a script that completes packed-kv's commands and options in a shell.
 
 bash: eval "$(packed-kv completion bash)"     zsh: eval "$(packed-kv completion zsh)"     (after compinit)
-fish: packed-kv completion fish | source      tcsh: packed-kv completion tcsh > FILE; source FILE
+fish: packed-kv completion fish | source
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import shtab
 
 from .arguments import Parser
 
-SHELLS = ("bash", "zsh", "fish", "tcsh")
+SHELLS = ("bash", "zsh", "fish")
 
 
 def main(arguments: Sequence[str] | None = None, prog: str = "packed-kv completion") -> int:

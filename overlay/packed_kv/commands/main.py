@@ -37,7 +37,7 @@ COMMANDS = {
         Command("patch", "packed_kv_patches.patcher", "patch the installed vLLM (packed-kv-patch)"),
         Command("calibrate", "tq_calibrate.cli", "write a calibration file (tq-calibrate)", "torch transformers tqdm"),
         Command("quality", "packed_kv_quality.cli", "measure what a dtype costs (packed-kv-quality)", "vllm"),
-        Command("completion", "packed_kv.commands.completion", "print a script for bash, zsh, fish or tcsh", "shtab"),
+        Command("completion", "packed_kv.commands.completion", "print a script for bash, zsh or fish", "shtab"),
     )
 }  # fmt: skip
 

@@ -8,7 +8,6 @@ import sys
 import textwrap
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 
 from ..formats import ROPE_BITS
 from ..json_file import printable
@@ -19,7 +18,7 @@ from ..planning import cards
 from ..planning.cache import Serving, check_window
 from ..planning.config_file import load, model_name
 from ..planning.plan import Demand, as_json, assumptions, cache_memory, estimate, recommend
-from ..planning.show import check_plot, plot, table
+from ..planning.show import table
 from ..planning.weights import BITS, weights
 from ..refusals.table import Refusal, refusals_of_model, untried
 from .arguments import EXIT_BAD_INPUT, GIB, LONGEST_LINE, Parser, count, installed_vllm, number, size, tokens, whole
@@ -34,8 +33,6 @@ def main(arguments: Sequence[str] | None = None, prog: str = "packed-kv plan") -
     """The command. Returns its exit code: 0, or 2 for bad input."""
     options = parser(prog).parse_args(arguments)
     try:
-        if options.plot:
-            check_plot(options.plot)
         demand, said = demand_of(options)
         rows = estimate(demand)
         if options.json:
@@ -47,8 +44,6 @@ def main(arguments: Sequence[str] | None = None, prog: str = "packed-kv plan") -
             names = [(", ".join(row.dtype for row in rows if row.refused == why), why) for why in refused]
             for line in [f"{name} would not start: {why}" for name, why in names] + assumptions(demand, said):
                 print(textwrap.fill(f"- {line}", WIDTH, subsequent_indent="  "))
-        if options.plot:
-            plot(demand, options.plot)
     except BadInput as error:
         print(f"{prog}: {printable(error, LONGEST_LINE)}", file=sys.stderr)
         return EXIT_BAD_INPUT
@@ -86,7 +81,6 @@ def parser(prog: str = "packed-kv plan") -> argparse.ArgumentParser:
     add("--mamba-ssm-cache-dtype", choices=("float32", "bfloat16", "float16"), metavar="T",
         help="as in vLLM, for state layers: float32, bfloat16, float16")  # fmt: skip
     add("--json", action="store_true", help="print the plan as JSON")
-    add("--plot", type=Path, metavar="FILE", help="plot requests against context (PNG; needs matplotlib)")
     return made
 
 

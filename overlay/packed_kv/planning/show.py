@@ -1,18 +1,9 @@
-"""A plan as a table, and as a picture."""
+"""A plan as a table."""
 
 from __future__ import annotations
 
-import importlib.util
-import io
-import os
 from collections.abc import Callable
-from dataclasses import replace
-from pathlib import Path
 
-from ..model.config_fields import BadInput
-from ..private_file import replace_file, why_not_replaced
-from ..refusals.table import Refused
-from .cache import DTYPES, capacity
 from .plan import Demand, Row
 
 HEADER = ("dtype", "bytes/token", "KV tokens", "requests", "MiB/request", "step ms", "tokens/s", "KL / fp8's", "recall")
@@ -51,51 +42,3 @@ def _both(calibrated: float | None, without: float | None, show: Callable[[float
     """A figure with a calibration file and, in brackets, without one where that differs."""
     shown = ["-" if value is None else show(value) for value in (calibrated, without)]
     return shown[0] if calibrated == without else f"{shown[0]} ({shown[1]})"
-
-
-def check_plot(file: Path) -> None:
-    """Raise BadInput for a file that `plot` could not write."""
-    if importlib.util.find_spec("matplotlib") is None:
-        raise BadInput("--plot needs matplotlib; pip install 'packed-kv[plots]'")
-    if not os.path.isdir(file.parent):
-        raise BadInput(f"--plot {file} cannot be written; name a file in a folder that is there and yours to write")
-    if reason := why_not_replaced(file):
-        raise BadInput(f"--plot {reason}; name a file, such as plan.png")
-
-
-def plot(demand: Demand, file: Path) -> None:
-    """Draw requests that fit against their context, a line a dtype, into `file` (PNG). Raises BadInput."""
-    from matplotlib.figure import Figure
-
-    longest = max(demand.model.max_len, demand.serving.context)
-    contexts = [2**power for power in range(10, longest.bit_length()) if 2**power <= longest] or [longest]
-    lines: dict[tuple[int, ...], list[str]] = {}
-    for dtype in DTYPES:
-        try:
-            held = tuple(
-                capacity(demand.model, dtype, replace(demand.serving, context=context), demand.kv_memory).requests
-                for context in contexts
-            )
-        except Refused:
-            continue
-        lines.setdefault(held, []).append(dtype)
-    figure = Figure(figsize=(8, 5), layout="constrained")
-    axes = figure.subplots()
-    for held, names in lines.items():
-        shown = [(context, number) for context, number in zip(contexts, held, strict=True) if number]
-        axes.plot(*zip(*shown, strict=True) if shown else ([], []), marker="o", markersize=3, label=", ".join(names))
-    axes.set_xscale("log", base=2)
-    axes.set_xticks(contexts, [f"{context // 1024}k" if context >= 1024 else str(context) for context in contexts])
-    axes.set_yscale("log")
-    axes.yaxis.set_major_formatter(lambda value, _place: f"{value:,g}")
-    axes.set_xlabel("tokens per request")
-    axes.set_ylabel("requests that fit")
-    axes.set_title(f"{demand.model.name}, {demand.kv_memory / 2**30:.1f} GiB of KV cache per card ({demand.card.name})")
-    axes.grid(alpha=0.3)
-    axes.legend()
-    image = io.BytesIO()
-    figure.savefig(image, dpi=150, format="png")
-    try:
-        replace_file(file, image.getvalue())
-    except OSError as error:
-        raise BadInput(f"--plot {file} cannot be written: {error.strerror}") from error
