@@ -2,7 +2,6 @@
 
     python benchmarks/offload.py copies [--csv FILE]                 # no engine: copies of the pages of 10k tokens
     python benchmarks/offload.py contexts --folder DIR [--csv FILE]  # in an engine with a host tier and one on disk
-    python benchmarks/offload.py files --folder DIR [--csv FILE]     # no GPU: the tier's files, and reading them alone
 
 Pages are those of an 8B-shaped model: 36 layers, 8 KV heads of 128 channels. A block, of `--blocks` tokens, is one
 piece a layer. `copies` moves the blocks of 10,240 tokens from and to random blocks with
@@ -16,9 +15,6 @@ piece a layer. `copies` moves the blocks of 10,240 tokens from and to random blo
 of them, when the GPU's prefix cache has them, when the host tier has (the prefix cache emptied), when the disk has (the
 host tier emptied, too, as after a restart), with the files in the operating system's cache and dropped from it. Rows
 have the times to the first token, and the bytes and GB/s of the copies from host memory.
-
-`files` writes and reads the files of 10,240 tokens, one a block, by 16 threads, as our tier on disk does: in all, its
-checksum alone, and the bytes alone, the limit of the disk. Read from the disk, not from the system's cache.
 """
 
 from __future__ import annotations
@@ -27,16 +23,13 @@ import argparse
 import functools
 import gc
 import json
-import mmap
 import os
 import shutil
 import statistics
 import sys
 import tempfile
 import time
-import zlib
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -51,8 +44,6 @@ if TYPE_CHECKING:
 
 LAYERS, KV_HEADS, HEAD_DIM, TOKENS = 36, 8, 128, 10240
 REPEATS = 7
-THREADS = 16
-"""Threads of a job of the tier on disk."""
 CHUNK_TOKENS = 8192
 """Tokens of a prefill's step."""
 
@@ -272,59 +263,14 @@ def contexts(options: argparse.Namespace, made_with: dict[str, str]) -> None:
                 shutil.rmtree(folder)
 
 
-def measure_files(folder: Path, size: int, count: int) -> Iterator[tuple[str, list[float]]]:
-    """Seconds that 16 threads take for all of `count` files of `size` bytes of pages, by method."""
-    from packed_kv.sharing.file_tier import O_DIRECT, read_pages, write_pages
-
-    memory = {folder / f"{number}.bin": memoryview(mmap.mmap(-1, size)) for number in range(count)}
-    for pages in memory.values():
-        pages[:] = os.urandom(size)
-
-    def read_alone(path: Path) -> None:
-        file = os.open(path, os.O_RDONLY | O_DIRECT)
-        read = os.readv(file, [memory[path]])
-        os.close(file)
-        assert read == size, (path, read)
-
-    methods: dict[str, Callable[[Path], object]] = {
-        "write": lambda path: write_pages(path, folder, memory[path], True),
-        "read": lambda path: read_pages(path, folder, memory[path], True),
-        "bytes alone": read_alone,
-        "checksum alone": lambda path: zlib.crc32(memory[path]),
-    }
-    with ThreadPoolExecutor(THREADS) as pool:
-        for name, method in methods.items():
-            seconds = []
-            for _ in range(1 if name == "write" else REPEATS):
-                drop_from_memory(folder)
-                began = time.perf_counter()
-                list(pool.map(method, memory))
-                seconds.append(time.perf_counter() - began)
-            yield name, seconds
-
-
-def files(options: argparse.Namespace, made_with: dict[str, str]) -> None:
-    for dtype in options.dtypes:
-        for block in options.blocks:
-            folder, count = options.folder / f"files-{dtype}-{block}", TOKENS // block
-            size = -(-LAYERS * page_bytes(dtype, block) // mmap.PAGESIZE) * mmap.PAGESIZE
-            for name, seconds in measure_files(folder, size, count):
-                speed = f"{size * count / statistics.median(seconds) / 1e9:.2f}"
-                row = {"dtype": dtype, "block": block, "method": name, "bytes": size * count, "gb_s": speed}
-                print(*row.values(), "GB/s", flush=True)
-                if options.csv:
-                    append(options.csv, {**row, **percentiles(seconds), "disk": options.disk, **made_with})
-            shutil.rmtree(folder)
-
-
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("what", choices=["copies", "contexts", "files"])
+    add("what", choices=["copies", "contexts"])
     add("--dtypes", nargs="+", default=["auto", "isoquant4"], help="default: %(default)s")
     add("--blocks", nargs="+", type=int, default=[16, 32, 64, 128], help="tokens of a block (default: %(default)s)")
-    add("--folder", type=Path, help="contexts, files: where files are written")
-    add("--disk", default="", help="contexts, files: what that is, for the rows")
+    add("--folder", type=Path, help="contexts: where files are written")
+    add("--disk", default="", help="contexts: what that is, for the rows")
     add("--model", help="contexts: folder of a model (default: 8B-shaped, dummy weights)")
     add("--tokens", type=int, default=TOKENS, help="contexts: of a prompt (default: %(default)s)")
     add("--prompts", type=int, default=3, help="contexts: default: %(default)s")
@@ -334,8 +280,8 @@ def parse_arguments() -> argparse.Namespace:
     add("--csv", type=Path)
     add("--commit", help="of this code, where there is no git")
     options = parser.parse_args()
-    if options.what != "copies" and options.folder is None:
-        parser.error(f"{options.what} needs --folder")
+    if options.what == "contexts" and options.folder is None:
+        parser.error("contexts needs --folder")
     return options
 
 
@@ -345,13 +291,11 @@ def main() -> int:
     print(json.dumps(made_with), flush=True)
     if options.what == "copies":
         if not torch.cuda.is_available():
-            print("offload.py: PyTorch sees no CUDA device; the others run without one", file=sys.stderr)
+            print("offload.py: PyTorch sees no CUDA device; `contexts` runs without one", file=sys.stderr)
             return 1
         copies(options, made_with)
-    elif options.what == "contexts":
-        contexts(options, made_with)
     else:
-        files(options, made_with)
+        contexts(options, made_with)
     return 0
 
 

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import importlib
+import math
 import sys
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import plan_tokens
 import pytest
 import torch
-import window_memory
-from packed_kv.formats import FORMATS
+from packed_kv.formats import FORMATS, Format
 from packed_kv.model.shape import parse
 from packed_kv.planning.cache import Serving, capacity
+from packed_kv.window.cache_group import RingSpec, ring_spec
+from vllm.v1.core import kv_cache_utils
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
 SHAPE_8B = {
@@ -53,13 +59,47 @@ def test_kv_tokens_of_latents_beside_states(monkeypatch: pytest.MonkeyPatch) -> 
         assert capacity(parsed, dtype, serving, plan_tokens.MEMORY).tokens == tokens, dtype
 
 
+def specs_of_8b(fmt: Format, skipped: int) -> dict[str, KVCacheSpec]:
+    """The cache specs of layers and of their rings, by name. The first `skipped` layers stay in bf16, and blocks are
+    as long as vLLM makes them beside these (`_align_heterogeneous_kv_block_size`)."""
+    dense = FullAttentionSpec(block_size=1, num_kv_heads=8, head_size=128, dtype=torch.bfloat16)
+    packed = replace(dense, dtype=torch.uint8, state_content_bytes=fmt.slot_bytes(128))
+    block_size = 16 * math.ceil(dense.page_size_bytes / packed.page_size_bytes)
+    dense, packed = (replace(spec, block_size=block_size) for spec in (dense, packed))
+    layers: dict[str, KVCacheSpec] = {f"layers.{i}": dense if i < skipped else packed for i in range(36)}
+    ring = ring_spec(packed, 64, 1, one_size=False, side_by_side=True)
+    return layers | {f"layers.{i}.recent": ring for i in range(skipped, 36)}
+
+
+def bytes_of_request(layers: dict[str, KVCacheSpec], context: int) -> int:
+    """Bytes of the pool that a request takes, by vLLM's own planner: whole blocks, a ring buffer's too."""
+    planner: Any = kv_cache_utils
+    if not hasattr(planner, "get_kv_cache_groups"):  # 0.33 and later
+        planner = importlib.import_module("vllm.v1.core.kv_cache_planning")
+    config: Any = SimpleNamespace(
+        cache_config=SimpleNamespace(get_resolved_kv_cache_layout=lambda: KVCacheLayout.BLHNC, mamba_cache_mode="none"),
+        scheduler_config=SimpleNamespace(disable_hybrid_kv_cache_manager=False),
+        attention_config=SimpleNamespace(hisparse_config=None),
+        speculative_config=None,
+    )
+    groups = planner.get_kv_cache_groups(config, layers)
+    blocks = 0
+    for group in groups:
+        spec: Any = group.kv_cache_spec
+        spec = next(iter(getattr(spec, "kv_cache_specs", {"": spec}).values()))
+        if isinstance(spec, RingSpec):
+            blocks += math.ceil(spec.ring_blocks / spec.ring_blocks_a_block)
+        else:
+            blocks += math.ceil(context / spec.block_size)
+    return blocks * planner._pool_bytes_per_block(config, groups)
+
+
 @pytest.mark.parametrize("dtype", ["tq4", "turboquant25"])
 @pytest.mark.parametrize("skipped", [2, 4])
 def test_rings_beside_skipped_layers_of_the_8b_shape(dtype: str, skipped: int) -> None:
     """On a GPU, at a context where rings cost 7 to 12 % of the tokens (docs/attention.md)."""
     context, memory = 2048, 20 << 30
-    layers = window_memory.specs(window_memory.Model(36, 8, 128, skipped=skipped), FORMATS[dtype], window=64)
-    (request,) = window_memory.bytes_of_request(layers, KVCacheLayout.BLHNC, (context,), counts_whole=True)
+    request = bytes_of_request(specs_of_8b(FORMATS[dtype], skipped), context)
     serving = Serving(context, skip_layers=frozenset(range(36 - skipped, 36)))
     planned = capacity(parse(SHAPE_8B, "8B"), dtype, serving, memory)
     assert planned.tokens == pytest.approx(memory / request * context, rel=0.002)
