@@ -140,7 +140,7 @@ def store_latents_kernel(
         programs = tl.cdiv(tokens, ROWS // padded_groups(LAYOUT.key_vector.sections[s].groups)) * split
         if (program >= 0) & (program < programs):
             store_section(
-                source, slots_ptr, tokens, slots_ptr, ring_slots_ptr, ring_tokens, layer, True, program, split, s,
+                source, slots_ptr, tokens, slots_ptr, ring_slots_ptr, ring_tokens, layer, True, (program, split), s,
                 LAYOUT.key_vector, STORE,
             )  # fmt: skip
         program -= programs

@@ -204,8 +204,8 @@ def store_kernel(
             programs = tl.cdiv(tokens * HEADS, ROWS // padded_groups(LAYOUT.key_vector.sections[s].groups))
             if (program >= 0) & (program < programs):
                 store_section(
-                    source, slots_ptr, tokens, positions_ptr, ring_slots_ptr, ring_tokens, layer, is_key, program, 1, s,
-                    LAYOUT.key_vector, STORE,
+                    source, slots_ptr, tokens, positions_ptr, ring_slots_ptr, ring_tokens, layer, is_key,
+                    (program, 1), s, LAYOUT.key_vector, STORE,
                 )  # fmt: skip
             program -= programs
     else:
@@ -214,16 +214,16 @@ def store_kernel(
             programs = tl.cdiv(tokens * HEADS, ROWS // padded_groups(LAYOUT.key_vector.sections[s].groups))
             if is_key & (program >= 0) & (program < programs):
                 store_section(
-                    source, slots_ptr, tokens, positions_ptr, ring_slots_ptr, ring_tokens, layer, True, program, 1, s,
-                    LAYOUT.key_vector, STORE,
+                    source, slots_ptr, tokens, positions_ptr, ring_slots_ptr, ring_tokens, layer, True,
+                    (program, 1), s, LAYOUT.key_vector, STORE,
                 )  # fmt: skip
             program -= programs
         for s in tl.static_range(len(LAYOUT.value_vector.sections)):
             programs = tl.cdiv(tokens * HEADS, ROWS // padded_groups(LAYOUT.value_vector.sections[s].groups))
             if (tl.program_id(1) == 1) & (of_value >= 0) & (of_value < programs):
                 store_section(
-                    source, slots_ptr, tokens, positions_ptr, ring_slots_ptr, ring_tokens, layer, False, of_value, 1, s,
-                    LAYOUT.value_vector, STORE,
+                    source, slots_ptr, tokens, positions_ptr, ring_slots_ptr, ring_tokens, layer, False,
+                    (of_value, 1), s, LAYOUT.value_vector, STORE,
                 )  # fmt: skip
             of_value -= programs
         program = tl.minimum(program, of_value)  # as many as the longer one are in front

@@ -128,12 +128,12 @@ padded_groups = triton.constexpr_function(power_of_2)
 
 @triton.jit
 def store_section(
-    source, slots_ptr, tokens, positions_ptr, ring_slots_ptr, ring_tokens, layer, is_key, program, split,
+    source, slots_ptr, tokens, positions_ptr, ring_slots_ptr, ring_tokens, layer, is_key, programs,
     NUMBER: tl.constexpr, VECTOR: tl.constexpr, STORE: tl.constexpr,
 ):  # fmt: skip
-    """Store the groups of section NUMBER of some vectors (token, head), those of program `program`; or, with `split`
-    programs for these, a share of them: all rotate whole vectors, and each quantises its parts / split parts of the
-    rows one after the other.
+    """Store the groups of section NUMBER of some vectors (token, head). `programs` is (program, split): with a split of
+    1 they are those of the program; else `split` programs share them: all rotate whole vectors, and each quantises its
+    parts / split parts of the rows one after the other.
 
     `source`: pointer to the new vectors of K, with `is_key`, or of V, and the fields of their `Vectors`. VECTOR: the
     `PackedVector` that has the section; either one, where K's and V's sections are the same. The other arguments are
@@ -150,6 +150,7 @@ def store_section(
     FIRST_GROUP: tl.constexpr = SECTION.first_group
     HEAD_GROUPS: tl.constexpr = len(LAYOUT.key_vector.groups)
     x_ptr, token_stride, head_stride, channels_ptr, channels_stride, table_ptr, table_stride = source
+    program, split = programs
     index = tl.arange(0, 4 * ROWS)
     block = program // split if PARTS > 1 else program
     group, vector, exists = _own_groups(index, block, tokens, HEADS, ROWS, GROUPS)
