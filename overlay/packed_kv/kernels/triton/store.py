@@ -154,7 +154,7 @@ _QUERY_CHANNELS = tl.constexpr(QUERY_CHANNELS)
 
 @triton.constexpr_function
 def _are_alike(layout):
-    """Whether a program can take a section of K or of V by its number alone."""
+    """Return whether K and V have the same sections, so that a program takes one by its number alone."""
     return layout.key_vector.sections == layout.value_vector.sections
 
 
