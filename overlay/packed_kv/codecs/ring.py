@@ -98,12 +98,6 @@ def read(cache: torch.Tensor, slots: torch.Tensor, vectors: int = len(PAIR)) -> 
 _TO_BYTES = {"key": (1, 0, 2), "value": (1, 2, 0)}
 
 
-def order_of_bytes(role: str) -> torch.Tensor:
-    """The channel of each of a group's 32 bytes, int64 [32]."""
-    axes = torch.arange(GROUP_SIZE).view(4, 4, 2)
-    return axes.permute(_TO_BYTES[role]).flatten()
-
-
 def _to_bytes(codes: torch.Tensor, role: str) -> torch.Tensor:
     """int8 [..., head_dim] -> uint8, in the order of the ring."""
     axes = (codes.to(torch.int16) + 128).to(torch.uint8).unflatten(-1, (-1, 4, 4, 2))
