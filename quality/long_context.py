@@ -9,14 +9,18 @@ Two figures, of a model of full attention that transformers runs in fp32 over wi
   windows), position 0 left out
 - the KL divergence of 128 tokens behind a prompt from the exact model, without a file and with each. As behind a prompt
   that is prefilled whole, the tokens before them are exact, and the last ones read keys and values 64 or more behind as
-  the reference codec gives them back, nearer ones raw. "fp8" among the dtypes is rounding keys and values to e4m3
+  the reference codec gives them back, nearer ones raw. "bf16" and "fp8" among the dtypes are rounding keys and values
+  to bf16 and to e4m3
 
-With --output, windows measured so far are kept in a file, and a later run continues from there.
+With --output, windows measured so far are kept in a file, and a later run continues from there. --rows makes a CSV
+file of the rows: mean, standard error, 99th and 99.9th percentile of the KL divergence by dtype and length.
 """
 
 from __future__ import annotations
 
 import argparse
+import csv
+import io
 import json
 import os
 import statistics
@@ -30,7 +34,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import torch
 import transformers
 from format_error import print_table
-from llama_codes import BITS, read_back
+from llama_codes import CODES, bytes_of, read_back_pair
 from packed_kv import FORMATS
 from packed_kv.calibration_file import Calibration, load
 from packed_kv.channel_calibration import LayerCalibration
@@ -43,13 +47,16 @@ from packed_kv.layout import MICRO_BLOCK, RECENT_TOKENS
 from packed_kv.private_file import replace_file
 from packed_kv.transformers import CACHE_ARGUMENT
 from packed_kv_quality.teacher_forced import text_windows, through_e4m3, token_kl
+from packed_kv_quality.uncertainty import block_means, standard_error
 from tq_calibrate.collect import ATTENTION, Collector
 from tq_calibrate.model import load_model
 from transformers import AttentionInterface, DynamicCache, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-BAND, FP8 = 1024, "fp8"
-OTHERS = (FP8, *BITS)
+BAND, BF16, FP8 = 1024, "bf16", "fp8"
+OTHERS = (BF16, FP8, *CODES)
+QUERIES = 256
+"""Queries whose attention is computed at once, over the tokens that the last of them sees."""
 ReadBack = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, ...]]
 """Keys and values [tokens, heads, head_dim] from position 0 on -> the same as pages give them back and, unless that is
 as they are, as the recent window does."""
@@ -79,13 +86,20 @@ class FarPacked:
         tokens, count = key.shape[2], query.shape[2]
         read_back = self.codecs[module.layer_idx](key[0].transpose(0, 1), value[0].transpose(0, 1))
         far_key, far_value, *near_pair = (x.transpose(0, 1)[None] for x in read_back)
-        distance = torch.arange(tokens - count, tokens)[:, None] - torch.arange(tokens)
-        near = (distance >= 0) & (distance < self.recent)
-        both = torch.cat((distance >= self.recent, near), -1)[None, None]  # each token twice, and seen once
-        keys, values = (
-            torch.cat(pair, 2) for pair in zip((far_key, far_value), near_pair or (key, value), strict=True)
-        )
-        return sdpa_attention_forward(module, query, keys, values, both, **{**options, "is_causal": False})
+        near_key, near_value = near_pair or (key, value)
+        outputs = []
+        for start in range(tokens - count, tokens, QUERIES):
+            end = min(start + QUERIES, tokens)
+            first = max(0, start - self.recent + 1) if self.recent else end  # what a window shows to any of these
+            distance = torch.arange(start, end)[:, None] - torch.arange(end)
+            near = (distance >= 0) & (distance < self.recent)
+            seen = torch.cat((distance >= self.recent, near[:, first:]), -1)[None, None]
+            keys = torch.cat((far_key[:, :, :end], near_key[:, :, first:end]), 2)
+            values = torch.cat((far_value[:, :, :end], near_value[:, :, first:end]), 2)
+            queries = query[:, :, start - tokens + count : end - tokens + count]
+            output, _ = sdpa_attention_forward(module, queries, keys, values, seen, **{**options, "is_causal": False})
+            outputs.append(output)
+        return torch.cat(outputs, 1), None
 
 
 def through_reference(codec: PagedCodec) -> ReadBack:
@@ -121,7 +135,20 @@ CODECS = {"reference": through_reference, "kernels": through_kernels}
 
 def through_other(code: str) -> ReadBack:
     """Reads back by a code of `OTHERS`."""
-    return lambda *vectors: tuple(through_e4m3(x) if code == FP8 else read_back(code, x) for x in vectors)
+    if code in CODES:
+        return lambda key, value: read_back_pair(code, key, value)
+    return lambda *vectors: tuple(x.bfloat16().float() if code == BF16 else through_e4m3(x) for x in vectors)
+
+
+def bytes_of_token(dtype: str, model: PreTrainedModel) -> int:
+    """Bytes of the keys and values of a token in all layers."""
+    config = model.config
+    channels = config.head_dim
+    if dtype in FORMATS:
+        vector = FORMATS[dtype].vector_bytes(channels)
+    else:
+        vector = bytes_of(dtype, channels) if dtype in CODES else channels * (2 if dtype == BF16 else 1)
+    return 2 * vector * config.num_key_value_heads * config.num_hidden_layers
 
 
 def layer_codecs(
@@ -187,9 +214,16 @@ class Results:
         """Mean of each window."""
         return [statistics.fmean(self.kl[case, window]) for window in windows]
 
-    def tail(self, case: Case, windows: Sequence[str]) -> float:
-        """The 99.9th percentile over all windows."""
-        return torch.tensor([kl for window in windows for kl in self.kl[case, window]]).quantile(0.999).item()
+    def tail(self, case: Case, windows: Sequence[str], share: float = 0.999) -> float:
+        """The 99.9th percentile over all windows, or another."""
+        return torch.tensor([kl for window in windows for kl in self.kl[case, window]]).quantile(share).item()
+
+    def error(self, case: Case, windows: Sequence[str]) -> float | None:
+        """The standard error of the mean, kinds of text as strata; None of too little text."""
+        kinds: dict[str, list[torch.Tensor]] = {}
+        for window in windows:
+            kinds.setdefault(window.rpartition(" ")[0], []).append(torch.tensor(self.kl[case, window]))
+        return standard_error([block_means(found) for found in kinds.values()])
 
 
 def ratio(ours: Sequence[float], others: Sequence[float]) -> str:
@@ -241,8 +275,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     add("--codec", choices=CODECS, default="reference")
     add("--prompt-dtype", default="float32", metavar="T", help="what prompts are prefilled in (default: %(default)s)")
     add("--output", type=Path, metavar="FILE")
+    add("--rows", type=Path, metavar="FILE", help="CSV of all rows, written anew")
+    add("--beside", nargs="+", default=[], metavar="COLUMN=TEXT", help="of each of the rows, such as commit=1234abcd")
     add("--markdown", action="store_true")
     options = parser.parse_args(arguments)
+    beside = dict(column.split("=", 1) for column in options.beside)
     files: dict[str, Calibration | None] = {"": None, **{path: load(path) for path in options.calibration}}
     Collector()  # registers the attention that the model is loaded with
     run = FarPacked(load_model(options.model, ATTENTION, "float32", torch.device("cpu")))
@@ -296,6 +333,28 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if rows:
         print_table(["energy left from", *(f"{BAND * at:,}" for at in range(len(rows[0]) - 1))], rows, options.markdown)
     print_results(options, results, list(windows), {length: cases(length) for length in options.lengths})
+    if options.rows:
+        measured = [case for length in options.lengths for case in cases(length)]
+        lines = [row_of(results, case, list(windows), run.model) | beside for case in measured]
+        written = io.StringIO()
+        writer = csv.DictWriter(written, list(lines[0]), lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(lines)
+        replace_file(options.rows, written.getvalue().encode())
+
+
+def row_of(results: Results, case: Case, windows: Sequence[str], model: PreTrainedModel) -> dict[str, str]:
+    """The row of a case in a CSV file."""
+    error = results.error(case, windows)
+    return {
+        "dtype": case.dtype, "calibration": "calibrated" if case.file else "no file", "window": str(case.recent),
+        "prompt": f"{case.prompt:,}", "bytes": f"{bytes_of_token(case.dtype, model):,}",
+        "tokens": f"{sum(len(results.kl[case, window]) for window in windows):,}",
+        "kl_mean": f"{statistics.fmean(kl for window in windows for kl in results.kl[case, window]):.6f}",
+        "kl_error": "" if error is None else f"{error:.6f}",
+        "kl_p99": f"{results.tail(case, windows, 0.99):.6f}", "kl_tail": f"{results.tail(case, windows):.6f}",
+        "gpu": "none", "torch": torch.__version__,
+    }  # fmt: skip
 
 
 def print_results(
