@@ -8,6 +8,8 @@ import llama_codes
 import numpy
 import pytest
 import torch
+import trellis_code
+from torch.testing import assert_close
 
 CODES = list(llama_codes.BITS)
 
@@ -50,5 +52,30 @@ def test_the_number_of_largest_magnitude_is_met_and_its_opposite_is_not(code: st
     assert found[[3, 4]].tolist() == [1, lowest] and not found[5:].any()
 
 
+def test_a_spike_is_spread_over_64_channels_and_met() -> None:
+    """Rotated, 8 in one channel is 1 or -1 in all 64, of which q4_0 stores all but the sign that is not its first."""
+    spike = torch.zeros(1, 1, 128)
+    spike[0, 0, 64] = 8.0  # the first of its 64 channels: all are 1, and a block's d is -1/8
+    key, value = llama_codes.read_back_pair("q4_0_rotated", spike, -spike)
+    assert_close(key, spike, rtol=0, atol=1e-6)
+    assert_close(value, -spike, rtol=0, atol=1e-6)
+    x = torch.randn(2, 3, 128, generator=torch.Generator().manual_seed(1))
+    x[..., 5] += 30  # such a channel costs its neighbours their bits, unless it is spread
+    plain, spread = (llama_codes.read_back_pair(code, x, x)[0] for code in ("q4_0", "q4_0_rotated"))
+    assert (spread - x).square().sum() < 0.8 * (plain - x).square().sum()
+    assert torch.equal(plain, llama_codes.read_back("q4_0", x))
+
+
+def test_trellis_of_values_has_its_gain() -> None:
+    x = torch.randn(50, 1, 64, generator=torch.Generator().manual_seed(1))
+    for code, channels in llama_codes.TRELLIS.items():
+        key, value = llama_codes.read_back_pair(code, x, x)
+        assert torch.equal(key, trellis_code.read_back(x, channels))
+        assert_close(value, key * trellis_code.value_gain(50))
+
+
 def test_bytes() -> None:
-    assert [llama_codes.bytes_of(code, 64) for code in CODES] == [68, 44, 36]
+    found = {code: [llama_codes.bytes_of(code, channels) for channels in (64, 128)] for code in llama_codes.CODES}
+    assert [found[code] for code in CODES] == [[68, 136], [44, 88], [36, 72]]
+    assert all(found[code] == found[plain] for code, plain in llama_codes.ROTATED.items())
+    assert found["turbo2_tcq"] == [36, 36] and found["turbo2_tcq_64"] == [19, 38]

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import csv
+import json
+import math
 from pathlib import Path
+from statistics import fmean, variance
 from types import SimpleNamespace
 
 import long_context
@@ -22,7 +26,11 @@ from transformers import AutoModelForCausalLM, DynamicCache
 SCORED, LENGTH = 20, 200
 
 
-def test_far_tokens_are_read_from_codecs_and_near_ones_as_they_are() -> None:
+@pytest.mark.parametrize("queries", [long_context.QUERIES, 7])
+def test_far_tokens_are_read_from_codecs_and_near_ones_as_they_are(
+    queries: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(long_context, "QUERIES", queries)
     Collector()
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(tiny_models.llama(), attn_implementation=ATTENTION).eval()
@@ -51,6 +59,45 @@ def test_far_tokens_are_read_from_codecs_and_near_ones_as_they_are() -> None:
         near, cache = ids[:, :RECENT_TOKENS], DynamicCache()
         model.base_model(near[:, :-SCORED], **{CACHE_ARGUMENT: cache}, use_cache=True)
         assert_close(with_codecs(near, 1.0), model(near).logits[0, -SCORED:].log_softmax(-1), rtol=1e-4, atol=1e-4)
+        run.recent = 0
+        assert_close(with_codecs(near, 1.0), with_codecs(near, 1.0, 2.0)), "without a window the codec's is read"
+
+
+def test_rows(tmp_path: Path) -> None:
+    """Kinds of text count once each: blocks of a kind are compared among themselves."""
+    file = write(tmp_path, content(6, 2, 128, version=2))
+    texts = [tmp_path / "first", tmp_path / "second"]
+    for text, words in zip(
+        texts, ("The quick brown fox jumps over the lazy dog. ", "A cat sat on a mat. "), strict=True
+    ):
+        text.write_text(words * 100)
+    rows = tmp_path / "rows.csv"
+    arguments = [str(DEMO_MODEL), "--text", *map(str, texts), "--calibration", str(file), "--files-only"]
+    arguments += ["--lengths", "40", "--scored", "30", "--windows", "4", "--dtypes", "tq4", "bf16", "fp8"]
+    arguments += [
+        "--rows",
+        str(rows),
+        "--output",
+        str(tmp_path / "kl.json"),
+        "--beside",
+        "cpu=a CPU",
+        "commit=1234abcd",
+    ]
+    long_context.main(arguments)
+    with rows.open(newline="") as source:
+        found = {row["dtype"]: row for row in csv.DictReader(source)}
+    assert [row["bytes"] for row in found.values()] == ["1,632", "6,144", "3,072"]
+    assert {row["tokens"] for row in found.values()} == {"240"} and {row["cpu"] for row in found.values()} == {"a CPU"}
+    kept = json.loads((tmp_path / "kl.json").read_text())
+    for dtype, row in found.items():
+        windows = [one["kl"] for one in kept if one["case"]["dtype"] == dtype]
+        every = sorted(kl for window in windows for kl in window)
+        assert float(row["kl_mean"]) == pytest.approx(fmean(every), abs=1e-6)
+        assert every[236] <= float(row["kl_p99"]) <= every[237] and every[238] <= float(row["kl_tail"]) <= every[239]
+        means = [fmean(window) for window in windows]
+        spread = [variance(means[:4]), variance(means[4:])]
+        assert float(row["kl_error"]) == pytest.approx(math.sqrt(sum(spread) / 16), abs=1e-6)
+    assert 0 < float(found["bf16"]["kl_mean"]) < 0.1 * float(found["fp8"]["kl_mean"])
 
 
 def test_tables(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
