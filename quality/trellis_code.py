@@ -16,8 +16,8 @@ import math
 import torch
 
 CHANNELS, STATES, BYTES = 128, 256, 36
-BATCH = 512
-"""Vectors whose paths are searched at once; their costs stay in a cache."""
+BATCH = 256
+"""Vectors whose paths are searched at once."""
 SIGNS = (0x49F250A9A4C63BBB42F85949E46A0359, 0xBEA56562B7A5357A3F628FDC16ACEE90)
 """Bit i is set if channel i is negated, before and behind the Hadamard transform."""
 LEVELS = (
@@ -59,20 +59,29 @@ LEVELS = (
 
 def paths(x: torch.Tensor, levels: torch.Tensor) -> torch.Tensor:
     """States int64 [n, channels] of the paths through `levels` nearest to the vectors fp32 [n, channels]."""
-    costs, arcs = torch.zeros(STATES, len(x)), []
-    twice, squares = -2 * levels[:, None], levels.square()[:, None]
-    for channel in x.T:
+    count, channels = x.shape
+    costs = torch.empty(channels + 1, STATES, count)
+    costs[0] = 0.0
+    # (channel - level)^2 less the channel's own square, which is the same on all paths
+    torch.matmul(
+        torch.stack((levels.square(), -2 * levels), 1),
+        torch.stack((torch.ones_like(x.T), x.T), 1),
+        out=costs[1:],
+    )
+    for before, after in zip(costs, costs[1:], strict=False):
         # the four states 4i .. 4i + 3 all lead to the states i, i + 64, i + 128, i + 192
-        first, second, third, fourth = costs.view(STATES // 4, 4, -1).unbind(1)
-        one, other = torch.minimum(first, second), torch.minimum(third, fourth)
-        arcs.append(torch.where(other < one, 2 + (fourth < third).byte(), (second < first).byte()))
-        costs = torch.addcmul(squares, twice, channel)
-        costs.view(4, STATES // 4, -1).add_(torch.minimum(one, other))
-    state, found = costs.argmin(0), []
-    for arc in reversed(arcs):
+        first, second, third, fourth = before.view(STATES // 4, 4, count).unbind(1)
+        best = torch.minimum(torch.minimum(first, second), torch.minimum(third, fourth))
+        after.view(4, STATES // 4, count).add_(best)
+    state, found = costs[channels].argmin(0), []
+    for before in reversed(costs[:channels].unbind()):
         found.append(state)
-        before = state % (STATES // 4)
-        state = 4 * before + arc.gather(0, before[None])[0]
+        leading = state % (STATES // 4) * 4
+        first, second, third, fourth = before.gather(0, leading + torch.arange(4)[:, None])
+        later = torch.where(fourth < third, 3, 2)
+        state = leading + torch.where(
+            torch.minimum(third, fourth) < torch.minimum(first, second), later, (second < first).long()
+        )
     return torch.stack(found[::-1], -1)
 
 
