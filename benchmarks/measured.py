@@ -23,9 +23,36 @@ import cards
 import plan_figures
 import tables
 from packed_kv_quality.generation_report import accepted_ratio, tokens_a_step
-from quality_rows import BEHIND, CALIBRATED, FOLDER, H200, TEXT, UNCALIBRATED, behind, forced, gains, tasks
+from quality_rows import (
+    BEHIND,
+    CALIBRATED,
+    FOLDER,
+    H200,
+    TEXT,
+    UNCALIBRATED,
+    behind,
+    beside_others,
+    forced,
+    gains,
+    tasks,
+)
 from rows import MACHINE, read
-from tables import BASE, BASELINE, RESULTS, Row, Show, Table, figures, in_order, kl, load, pivot, ratio, text
+from tables import (
+    BASE,
+    BASELINE,
+    RESULTS,
+    Row,
+    Show,
+    Table,
+    figures,
+    in_order,
+    kl,
+    kl_and_tail,
+    load,
+    pivot,
+    ratio,
+    text,
+)
 
 REPO = RESULTS.parents[1]
 MARKED = re.compile(r"(<!-- measured: (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -265,9 +292,11 @@ PICKS = {title: PICKED[title] for title in ("KL (of fp8_ds_mla's)", "KL, bf16's 
          "by layer, %")}  # fmt: skip
 KL = {"dtype": "dtype", "bytes": "KV bytes/token", "setting": "setting"}
 AFTER = {"dtype": "mean KL, nats, prompt tokens:", "bytes": "KV bytes/token"}
+BOTH = {"dtype": "mean KL; 99.9th percentile, nats, prompt tokens:", "bytes": "KV bytes/token"}
 TAIL = {"dtype": "99.9th percentile, nats, prompt tokens:", "bytes": "KV bytes/token"}
 TAILS = ratio("kl_tail", lambda cell: f"{float(cell):.3f}")
 OF_FP8 = {"dtype": "fp8", "bytes": "11,520"}
+CODES = {"dtype": "K and V", "bytes": "KV bytes/token", "window": "window"}
 TASKS = {"task": "task", "prompt": "prompt", "kept": "bf16 solves", "setting": "setting"}
 
 
@@ -282,6 +311,12 @@ makes this page from the rows and from [runs.toml](runs.toml). A command names s
 """
 
 
+def fine_kl(row: Row, _: Row | None) -> str:
+    """Show mean KL with five digits, its standard error if there is one, and in brackets the ratio to fp8's."""
+    error = f" ± {float(row['kl_error']):.5f}" if row["kl_error"] else ""
+    return f"{float(row['kl_mean']):.5f}{error}" + (f" ({float(row['kl_share']):.2f})" if row["kl_share"] else "")
+
+
 def shows(names: Iterable[str] | Mapping[str, str]) -> dict[str, Show]:
     """Columns as they are: their titles (by default their names) -> what to show."""
     titled = names if isinstance(names, Mapping) else {name.replace("_", " "): name for name in names}
@@ -294,8 +329,8 @@ SPECS: Mapping[str, Sequence[Spec]] = {
         Spec("throughput-summary", "release/throughput.csv", {"dtype": "20 GB of KV cache"}, WAVE, where={"dtype":
              SHOWN}),
         Spec("speed", "release/decode.csv", STEPS, STEP, CASE, LONG | {"dtype": SHOWN}),
-        Spec("quality", {f"{FOLDER}/calibrated.json": CALIBRATED}, AFTER, kl, ("prompt",), prepare=behind("prompt",
-             dtypes=(*OURS, "fp8"))),
+        Spec("quality", {f"{FOLDER}/calibrated.json": CALIBRATED}, BOTH, kl_and_tail, ("prompt",),
+             prepare=behind("prompt", dtypes=(*OURS, "fp8"))),
     ),
     "docs/speed.md": (
         Spec("speed-summary", "release/decode.csv", STEPS, STEP, CASE, LONG | {"dtype": ("auto", *OURS)}),
@@ -405,6 +440,12 @@ SPECS: Mapping[str, Sequence[Spec]] = {
              ("setting",), prepare=forced),
         Spec("prompts-cpu", "prompts_cpu.csv", {"dtype": "dtype", "calibration": "file", "window": "window"},
              shows({"KL": "kl", "of no file's": "of_no_file", "of fp8's": "of_fp8", "±": "of_fp8_error"})),
+        Spec("llama-codes", "llama_codes.csv", CODES, {"mean KL, nats (of fp8's)": fine_kl, "99th percentile":
+             text("kl_p99", ".4f"), "99.9th percentile": text("kl_tail", ".4f"), "tokens": text("tokens")},
+             prepare=beside_others),
+        Spec("json-answers", "json_answers.csv", {"dtype": "dtype"}, shows({"answers": "answers", "valid": "valid",
+             "equal to bf16's": "equal", "share of an answer before the first token that differs":
+             "tokens_before_the_first_that_differs"})),
         Spec("demo-model", "quality-cpu/quality.json", {"dtype": "dtype", "bytes": "KV bytes/token"},
              {"perplexity": text("perplexity", ".2f"), "KL mean": text("kl_mean", ".4f"), "top-1": text("top1",
              ".1%"), "recall": text("recalled", ".0%")}),

@@ -89,6 +89,19 @@ def gains(rows: list[Row]) -> list[Row]:
     return made
 
 
+OTHER_CODES = {
+    "q8_0_rotated": "q8_0, rotated", "q5_0_rotated": "q5_0, rotated", "q4_0_rotated": "q4_0, rotated",
+    "turbo2_tcq_64": "turbo2_tcq over 64 channels",
+}  # fmt: skip
+"""Codes of quality/llama_codes.py in words, whose names do not say it."""
+
+
+def beside_others(rows: list[Row]) -> Sequence[Row]:
+    """Rows of quality/long_context.py with codes in words, those of most bytes first."""
+    named = [{**row, "dtype": OTHER_CODES.get(row["dtype"], row["dtype"])} for row in rows]
+    return sorted(named, key=lambda row: int(row["bytes"].replace(",", "")), reverse=True)
+
+
 def tasks(rows: list[Row]) -> list[Row]:
     """A row per dtype, kind of task and length: `shown`, the share that it solves and the nats lost per answer."""
     settings = dict.fromkeys((row["file"], row["setting"]) for row in rows)

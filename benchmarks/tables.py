@@ -252,6 +252,11 @@ def kl(row: Row, _: Row | None = None) -> str:
     return f"{float(row['kl_mean']):.4f}{error}{compared}"
 
 
+def kl_and_tail(row: Row, _: Row | None = None) -> str:
+    """Mean KL as `kl` shows it, and behind it the 99.9th percentile."""
+    return f"{kl(row)}; {float(row['kl_tail']):.3f}"
+
+
 def ratio_of_means(ours: Sequence[float], others: Sequence[float]) -> tuple[float, float]:
     """The ratio of two means of pairs, with its standard error by linearization (0 of one pair)."""
     found = statistics.fmean(ours) / statistics.fmean(others)

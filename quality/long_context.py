@@ -339,12 +339,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def row_of(results: Results, case: Case, windows: Sequence[str], model: PreTrainedModel) -> dict[str, str]:
     """The row of a case in a CSV file."""
     error = results.error(case, windows)
+    mean = statistics.fmean(kl for window in windows for kl in results.kl[case, window])
+    fp8 = Case(FP8, "", 0, case.prompt)
+    compared = case != fp8 and all((fp8, window) in results.kl for window in windows)
+    share = mean / statistics.fmean(kl for window in windows for kl in results.kl[fp8, window]) if compared else ""
     return {
         "dtype": case.dtype, "calibration": "calibrated" if case.file else "no file", "window": str(case.recent),
         "prompt": f"{case.prompt:,}", "bytes": f"{bytes_of_token(case.dtype, model):,}",
         "tokens": f"{sum(len(results.kl[case, window]) for window in windows):,}",
-        "kl_mean": f"{statistics.fmean(kl for window in windows for kl in results.kl[case, window]):.6f}",
-        "kl_error": "" if error is None else f"{error:.6f}",
+        "kl_mean": f"{mean:.6f}", "kl_error": "" if error is None else f"{error:.6f}", "kl_share": str(share),
         "kl_p99": f"{results.tail(case, windows, 0.99):.6f}", "kl_tail": f"{results.tail(case, windows):.6f}",
         "gpu": "none", "torch": torch.__version__,
     }  # fmt: skip

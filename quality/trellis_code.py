@@ -12,6 +12,7 @@ context, when it is read.
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 
 import torch
 
@@ -68,7 +69,7 @@ def paths(x: torch.Tensor, levels: torch.Tensor) -> torch.Tensor:
         torch.stack((torch.ones_like(x.T), x.T), 1),
         out=costs[1:],
     )
-    for before, after in zip(costs, costs[1:], strict=False):
+    for before, after in pairwise(costs):
         # the four states 4i .. 4i + 3 all lead to the states i, i + 64, i + 128, i + 192
         first, second, third, fourth = before.view(STATES // 4, 4, count).unbind(1)
         best = torch.minimum(torch.minimum(first, second), torch.minimum(third, fourth))

@@ -40,8 +40,8 @@ def write(path: Path, kl: dict[str, float]) -> None:
 def row(dtype: str, mean: float) -> dict[str, Any]:
     """Two texts, of which the second is three times as hard; two tasks, of which the baseline solves the first."""
     continuations = [
-        {"text": text, "prompt": 1000, "kl_mean": times * mean, "kl_error": times * mean / 4, "kl_p999": 9 * mean,
-         "kl_windows": [times * mean * 0.5, times * mean * 1.5]}
+        {"text": text, "prompt": 1000, "kl_mean": times * mean, "kl_error": times * mean / 4,
+         "kl_p999": 3 * times * mean, "kl_windows": [times * mean * 0.5, times * mean * 1.5]}
         for text, times in (("a", 1), ("b", 3))
     ]  # fmt: skip
     answers = {"kind": "far", "prompt": 1000, "solved": [True, dtype != "auto"], "log_probs": [-10 * mean, -9.0]}
@@ -90,3 +90,20 @@ def test_tasks_are_those_that_the_baseline_solves(made: ModuleType) -> None:
     rows = made.tasks(loaded(made))
     assert {(row["task"], row["prompt"], row["kept"]) for row in rows} == {("far", "1,000", "1 of 2")}
     assert [row["shown"] for row in rows] == ["100%, 0.20", "100%, 0.05", "100%, 0.10"]
+
+
+def test_other_codes_are_named_and_lie_by_their_bytes(made: ModuleType) -> None:
+    rows = [{"dtype": name, "bytes": size} for name, size in
+            (("fp8", "11,520"), ("turbo2_tcq_64", "3,420"), ("q8_0_rotated", "12,240"), ("tq4", "6,120"))]  # fmt: skip
+    assert [row["dtype"] for row in made.beside_others(rows)] == [
+        "q8_0, rotated", "fp8", "tq4", "turbo2_tcq over 64 channels"
+    ]  # fmt: skip
+
+
+def test_mean_and_tail_in_one_cell(made: ModuleType) -> None:
+    """The tail is the larger one of the two texts."""
+    import tables
+
+    cells = {row["dtype"]: tables.kl_and_tail(row) for row in made.behind("prompt", dtypes=("tq4", "fp8"))(
+             [row for row in loaded(made) if row["setting"] == made.CALIBRATED])}  # fmt: skip
+    assert cells == {"tq4": "0.0100 ± 0.0020 (0.25); 0.045", "fp8": "0.0400 ± 0.0079; 0.180"}

@@ -97,7 +97,12 @@ def test_rows(tmp_path: Path) -> None:
         means = [fmean(window) for window in windows]
         spread = [variance(means[:4]), variance(means[4:])]
         assert float(row["kl_error"]) == pytest.approx(math.sqrt(sum(spread) / 16), abs=1e-6)
-    assert 0 < float(found["bf16"]["kl_mean"]) < 0.1 * float(found["fp8"]["kl_mean"])
+    fp8 = found.pop("fp8")
+    assert fp8["kl_share"] == "", "the ratio to fp8's"
+    for row in found.values():
+        share = float(row["kl_share"])
+        assert share * float(fp8["kl_mean"]) == pytest.approx(float(row["kl_mean"]), rel=1e-3, abs=1e-6)
+    assert 0 < float(found["bf16"]["kl_mean"]) < 0.1 * float(fp8["kl_mean"])
 
 
 def test_tables(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
