@@ -91,7 +91,8 @@ def gains(rows: list[Row]) -> list[Row]:
 
 OTHER_CODES = {
     "q8_0_rotated": "q8_0, rotated", "q5_0_rotated": "q5_0, rotated", "q4_0_rotated": "q4_0, rotated",
-    "turbo2_tcq_64": "turbo2_tcq over 64 channels",
+    "q8_0_interleaved": "q8_0, halves of K interleaved", "q5_0_interleaved": "q5_0, halves of K interleaved",
+    "q4_0_interleaved": "q4_0, halves of K interleaved", "turbo2_tcq_64": "turbo2_tcq over 64 channels",
 }  # fmt: skip
 """Codes of quality/llama_codes.py in words, whose names do not say it."""
 

@@ -6,6 +6,8 @@ integers from -8 to 7, or -16 to 15, are used.
 
 Since commit 744c0c73 of April 2026 (pull request 21038) llama.cpp rotates each 64 channels by a Hadamard matrix before
 these codes (K of larger heads more channels at once), unless LLAMA_ATTN_ROT_DISABLE is set: `q4_0_rotated`.
+Its files of Llama models have the two halves of K's heads interleaved, so other channels share a block:
+`q4_0_interleaved`, without the rotation.
 `turbo2_tcq` is a fork's (`trellis_code.py`), which fills up heads of 64 to 128; `turbo2_tcq_64` is no fork's, but the
 same trellis over 64 channels.
 """
@@ -18,8 +20,9 @@ import trellis_code
 BLOCK, ROTATED_AT_ONCE = 32, 64
 BITS = {"q8_0": 8, "q5_0": 5, "q4_0": 4}
 ROTATED = {f"{code}_rotated": code for code in BITS}
+INTERLEAVED = {f"{code}_interleaved": code for code in BITS}
 TRELLIS = {"turbo2_tcq": trellis_code.CHANNELS, "turbo2_tcq_64": 64}
-CODES = (*BITS, *ROTATED, *TRELLIS)
+CODES = (*BITS, *ROTATED, *INTERLEAVED, *TRELLIS)
 
 
 def bytes_of(code: str, channels: int) -> int:
@@ -27,7 +30,7 @@ def bytes_of(code: str, channels: int) -> int:
     if size := TRELLIS.get(code):
         vectors = -(-channels // size)
         return vectors * (trellis_code.BYTES if size == trellis_code.CHANNELS else 2 + (6 + 2 * size + 7) // 8)
-    return channels // BLOCK * (2 + BLOCK * BITS[ROTATED.get(code, code)] // 8)
+    return channels // BLOCK * (2 + BLOCK * BITS[(ROTATED | INTERLEAVED).get(code, code)] // 8)
 
 
 def read_back(code: str, x: torch.Tensor) -> torch.Tensor:
@@ -56,4 +59,8 @@ def read_back_pair(code: str, key: torch.Tensor, value: torch.Tensor) -> tuple[t
         return trellis_code.read_back(key, size), gain * trellis_code.read_back(value, size)
     if plain := ROTATED.get(code):
         return rotated(read_back(plain, rotated(key))), rotated(read_back(plain, rotated(value)))
+    if plain := INTERLEAVED.get(code):
+        halves = key.unflatten(-1, (2, -1)).transpose(-1, -2)
+        coded = read_back(plain, halves.flatten(-2)).view(halves.shape)
+        return coded.transpose(-1, -2).flatten(-2), read_back(plain, value)
     return read_back(code, key), read_back(code, value)

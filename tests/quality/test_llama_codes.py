@@ -67,6 +67,15 @@ def test_a_spike_is_spread_over_64_channels_and_met() -> None:
         assert (rotated - x).square().sum() < 0.8 * (without - x).square().sum()
 
 
+def test_interleaved_halves_of_k_share_blocks() -> None:
+    """Channels 0 to 15 and 32 to 47 of a head of 64 are a block, so 100 in channel 40 takes 1 from channel 3 only."""
+    x = torch.zeros(1, 1, 64)
+    x[..., 40], x[..., [3, 20]] = 100, 1
+    key, value = llama_codes.read_back_pair("q4_0_interleaved", x, x)
+    assert key[0, 0, [40, 3, 20]].tolist() == [100, 0, 1] and key.count_nonzero() == 2
+    assert torch.equal(value, llama_codes.read_back("q4_0", x)) and value[0, 0, [40, 3, 20]].tolist() == [100, 1, 1]
+
+
 def test_trellis_of_values_has_its_gain() -> None:
     x = torch.randn(50, 1, 64, generator=torch.Generator().manual_seed(1))
     for code, channels in llama_codes.TRELLIS.items():
@@ -78,5 +87,5 @@ def test_trellis_of_values_has_its_gain() -> None:
 def test_bytes() -> None:
     found = {code: [llama_codes.bytes_of(code, channels) for channels in (64, 128)] for code in llama_codes.CODES}
     assert [found[code] for code in CODES] == [[68, 136], [44, 88], [36, 72]]
-    assert all(found[code] == found[plain] for code, plain in llama_codes.ROTATED.items())
+    assert all(found[code] == found[plain] for code, plain in (llama_codes.ROTATED | llama_codes.INTERLEAVED).items())
     assert found["turbo2_tcq"] == [36, 36] and found["turbo2_tcq_64"] == [19, 38]
