@@ -443,9 +443,6 @@ SPECS: Mapping[str, Sequence[Spec]] = {
         Spec("llama-codes", "llama_codes.csv", CODES, {"mean KL, nats (of fp8's)": fine_kl, "99th percentile":
              text("kl_p99", ".4f"), "99.9th percentile": text("kl_tail", ".4f"), "tokens": text("tokens")},
              prepare=beside_others),
-        Spec("json-answers", "json_answers.csv", {"dtype": "dtype"}, shows({"answers": "answers", "valid": "valid",
-             "equal to bf16's": "equal", "share of an answer before the first token that differs":
-             "tokens_before_the_first_that_differs"})),
         Spec("demo-model", "quality-cpu/quality.json", {"dtype": "dtype", "bytes": "KV bytes/token"},
              {"perplexity": text("perplexity", ".2f"), "KL mean": text("kl_mean", ".4f"), "top-1": text("top1",
              ".1%"), "recall": text("recalled", ".0%")}),
