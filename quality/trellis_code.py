@@ -55,7 +55,7 @@ LEVELS = (
     -0.16957201, -0.07594450, 0.04172865, 0.18313301, -0.051526368, 0.011877304, 0.011877304, 0.07956263,
     -0.13432936, -0.05269006, 0.03536416, 0.117640756, -0.022776067, 0.042032316, 0.10472976, 0.18042557,
 )  # fmt: skip
-"""Of each state, for vectors of norm 1."""
+"""The level of each state, for vectors of norm 1."""
 
 
 def paths(x: torch.Tensor, levels: torch.Tensor) -> torch.Tensor:
