@@ -7,6 +7,7 @@ import shlex
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import tiny_models
@@ -15,7 +16,8 @@ from calibration_files import ORDERS, OUTLIERS, content, write
 from checkout import DEMO_MODEL
 from harness import engine, mean_kl, teacher_forced_logits
 from packed_kv.calibration_file import CalibrationError
-from packed_kv.channel_calibration import LayerCalibration
+from packed_kv.channel_calibration import ChannelCalibration, LayerCalibration
+from packed_kv.codecs import Codec
 from packed_kv.engine import registration
 from packed_kv.formats import FORMATS
 from packed_kv.layout import MEAN_BLOCK
@@ -116,6 +118,36 @@ def test_logits_are_those_of_the_calibrated_codec(name: str, model: Path, log: l
     uncalibrated = true_logits(str(model), LONG, name)
     assert mean_kl(expected, ours) < mean_kl(uncalibrated, ours) / 100
     assert {*log} == {f"info: KV cache calibration: {used(name)} for {name} from {path}, made for turboquant35"}
+
+
+def test_logits_are_those_of_keys_groups_of_other_widths(
+    model: Path, log: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Over two blocks of positions, of a dtype whose widths the file gives; another dtype keeps its own."""
+    plain = content(LAYERS, KV_HEADS, HEAD_DIM, version=3)
+    rankings = {name: {"key_channel_ranking": layer["key_channel_order"]} for name, layer in plain["layers"].items()}
+    layers = {name: layer | rankings[name] for name, layer in plain["layers"].items()}
+    path = write(model, plain | {"version": 4, "key_group_bits": {"tq3": [4, 2]}, "layers": layers})
+    ours = logits(model, "tq3", tokens=LONG)
+    use = "means of keys by position, scales of keys and 4, 2 bits in groups of keys"
+    assert {*log} == {f"info: KV cache calibration: {use} for tq3 from {path}, made for turboquant35"}
+    own_widths = true_logits(str(model), LONG, "tq3", channels=lambda *at: channels(plain, "tq3", *at))
+
+    def codec(name: str, head_dim: int, role: str, **given: Any) -> Codec:
+        layout_dim, parts = given.pop("layout_dim", None), ChannelCalibration(**given)
+        return Codec(FORMATS[name], head_dim, role, parts, layout_dim=layout_dim)
+
+    def ranked(layer: int, role: str) -> dict[str, Any]:
+        found = channels(plain, "tq3", layer, role)
+        if role == "key":
+            ranking = rankings[f"model.layers.{layer}.self_attn"]["key_channel_ranking"]
+            found |= {"ranking": ranking, "group_bits": (4, 2)}
+        return found
+
+    monkeypatch.setattr(tiny_models, "get_codec", codec)
+    expected = true_logits(str(model), LONG, "tq3", channels=ranked)
+    print(f"KL {mean_kl(expected, ours):.6f}, to the dtype's own widths {mean_kl(own_widths, ours):.6f}")
+    assert mean_kl(expected, ours) < mean_kl(own_widths, ours) / 100
 
 
 @pytest.mark.parametrize("name", ["tq4", "turboquant25"])
