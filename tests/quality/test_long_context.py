@@ -153,7 +153,8 @@ def test_kernels_read_back_what_the_reference_does(dtype: str) -> None:
     rope = Rope(tuple((1e4 ** (-torch.arange(32) / 32)).tolist()), interleaved=False)
     mean, first = vectors[2:, 0].tolist()
     key = ChannelCalibration(list(range(32)), list(range(64)), mean, first, rope=rope)
-    file = SimpleNamespace(layers=[LayerCalibration(key, ChannelCalibration(list(range(32)), list(range(64))))])
+    layer = LayerCalibration(key, ChannelCalibration(list(range(32)), list(range(64))))
+    file = SimpleNamespace(layers=[layer], taken_by=lambda fmt, layer: layer.taken_by(fmt))
     cache = DynamicCache()
     cache.update(*(x.transpose(0, 1)[None] for x in vectors[:2]), 0)
     kernels, reference = (
