@@ -10,6 +10,7 @@ import jsonschema
 import packed_kv
 import pytest
 import torch
+from calibration_files import content
 from checkout import DEMO_MODEL
 from packed_kv import FORMATS
 from packed_kv.calibration_file import CalibrationError, load
@@ -103,29 +104,14 @@ def test_a_file_with_widths(
     ids=str,
 )
 def test_a_bad_file_is_refused(change: dict, fault: str, tmp_path: Path) -> None:
-    rows = [list(range(64))] * HEADS
-    layer = {
-        "key_high_precision_indices": [rows[0][:32]] * HEADS,
-        "value_high_precision_indices": [rows[0][:32]] * HEADS,
-    }
-    content = {"version": 4, "recipe": "turboquant35", "head_size": 64, "layers": {"layers.0.self_attn": layer}}
-    path = tmp_path / "file.json"
-    path.write_text(json.dumps(content))
+    """In version 4; one of version 3 has no widths, whatever they are."""
+    file, path = content(1), tmp_path / "file.json"
+    path.write_text(json.dumps(file | {"version": 4}))
     load(path)
-    path.write_text(json.dumps(content | change))
+    path.write_text(json.dumps(file | {"version": 4} | change))
     with pytest.raises(CalibrationError, match=fault):
         load(path)
-
-
-def test_an_older_files_widths_are_ignored(tmp_path: Path) -> None:
-    rows = [list(range(64))] * HEADS
-    layer = {
-        "key_high_precision_indices": [rows[0][:32]] * HEADS,
-        "value_high_precision_indices": [rows[0][:32]] * HEADS,
-    }
-    content = {"version": 3, "recipe": "turboquant35", "head_size": 64, "layers": {"layers.0.self_attn": layer}}
-    path = tmp_path / "file.json"
-    path.write_text(json.dumps(content | {"key_group_bits": {"tq3": [4, 2]}}))
+    path.write_text(json.dumps(file | {"version": 3} | change))
     assert not load(path).key_bits
 
 
