@@ -63,9 +63,10 @@ def calibrate(options: argparse.Namespace) -> None:
 def _key_widths(
     statistics: Statistics, held: Sums | None, choices: dict[int, LayerChoice]
 ) -> dict[str, tuple[int, ...]]:
-    """The bits of K's groups by dtype, of those that lose less on held-out text as well; says which."""
+    """Return the bits of K's groups by dtype, for the dtypes that lose less by them on held-out text as well; print
+    them."""
     widths = key_widths(statistics.layers, choices)
-    gains = held_out_gains(widths, held, choices) if held else dict.fromkeys(widths, 0.0)
+    gains = held_out_gains(widths, held, choices) if held and widths else dict.fromkeys(widths, 0.0)
     for name, bits in widths.items():
         found = f" (error of scores on held-out text {gains[name]:.2f} of that with its own)" if held else ""
         verdict = f"{', '.join(map(str, bits))} bits" if gains[name] < 1 else "its own widths"

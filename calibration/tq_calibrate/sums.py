@@ -91,7 +91,7 @@ class LayerSums:
 
     Keys of position 0 are summed separately: they are stored minus a mean of their own and differ from all others
     (small, and heavily attended). Queries of position 0 are left out, as they see only one key. `attended_*` are
-    weighed by the attention of each key, `attending_*` by that of each query (`attended.py`).
+    weighed by the attention that each key gets, `attending_*` by the attention that each query gives (`attended.py`).
     """
 
     def __init__(

@@ -2,7 +2,7 @@
 
 Channels cost unequally: an error of channel c moves a score by its weight, and with the best scales (`scales.py`) the
 error is a section's noise times the squared sum of sqrt(weight * energy) over its channels. So channels are ranked by
-that cost, and the groups of the costliest get more bits, those of the cheapest fewer, with as many bytes in all. Each
+that cost: groups of costly channels get more bits, groups of cheap ones fewer, with as many bytes in all. Each
 group is rotated on its own, so that its noise stays its own.
 
 Here queries count by their attention to distant keys: unequal widths gain more by it than equal ones (docs/tried.md).
@@ -23,7 +23,7 @@ from .statistics import LayerStatistics
 from .sums import Sums
 
 LEAST_GAIN = 0.95
-"""Error with other widths over that with the dtype's own, from which on they are not worth a layout of their own."""
+"""Error with other widths over the error with the dtype's own; from this ratio on, another layout is not worth it."""
 
 
 def key_widths(layers: dict[int, LayerStatistics], choices: dict[int, LayerChoice]) -> dict[str, tuple[int, ...]]:
@@ -46,8 +46,8 @@ def weigh_from_afar(layers: dict[int, LayerStatistics]) -> None:
 
 
 def held_out_gains(widths: dict[str, tuple[int, ...]], held: Sums, choices: dict[int, LayerChoice]) -> dict[str, float]:
-    """Return the error with these widths over that with the dtype's own, on sums over another text than that of the
-    choices, by dtype."""
+    """Return the error with these widths over the error with the dtype's own, by dtype, on sums over another text than
+    the choices were made from."""
     errors = []
     for number, choice in choices.items():
         sums = held.layers[number]

@@ -1,6 +1,6 @@
 """Triton's interpreter without the work that it does over and over; what it computes stays the same.
 
-Of its time, NumPy takes a tenth. The rest goes to types, shapes and constants made anew for every operation, to
+Of its time, NumPy takes a tenth. The rest goes to types, shapes and constants made again for every operation, to
 `triton.language` patched anew for every call of a device function, and to checks whose results nobody reads. So the
 kernels' tests take a fifth of their time.
 """

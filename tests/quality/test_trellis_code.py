@@ -12,7 +12,7 @@ import trellis_code
 from torch.testing import assert_close
 
 FIRST_SIGNS = ("-++--+-+--++++++", "++++-++-+---+---")
-"""Of the first 16 channels, as published."""
+"""Signs of the first 16 channels, as published."""
 
 
 def test_signs() -> None:
@@ -21,7 +21,7 @@ def test_signs() -> None:
 
 
 def test_paths_are_the_nearest_of_all() -> None:
-    """Of 5 channels there are 64 beginnings times 4^5 paths."""
+    """Five channels have 64 beginnings times 4^5 paths."""
     levels = torch.tensor(trellis_code.LEVELS)
     x = torch.randn(30, 5, generator=torch.Generator().manual_seed(1)) * 0.1
     all_paths = []
