@@ -1,7 +1,7 @@
 """Time of the decode kernels a layer: rotate the query, attend over packed pages, merge and rotate back.
 
     python benchmarks/pair_kernels.py [--dtypes NAME ...] [--kernels triton cuda] [--recent N] [--spread S]
-        [--means {one,blocks}] [--group N ...] [--query-tokens N ...] [--csv FILE]
+        [--means {one,blocks}] [--key-bits BITS ...] [--group N ...] [--query-tokens N ...] [--csv FILE]
 
 Caches of several layers are used in turn, so that the L2 does not serve them; a CUDA graph holds one round, and its
 replays are timed with events, one kernel's and then another's, several times over. `attention` is without the rotation
@@ -9,9 +9,10 @@ of the query: the decode kernel and, where one follows, the merge. `bandwidth` i
 of what a copy of 4 GB moves on the same card. 8 KV heads of 128 channels, and --group query heads of each: 4, as in an
 8B model, if it is not given. --query-tokens is the new tokens of a request, its drafts included. With --spread S
 requests have 1 - S to 1 + S times the context, in any order. With --means keys have one mean, or one of each block of
-positions; its product with the queries is made beside their rotation. The kernels `bf16` and `fp8` are FlashAttention 3
-of vLLM over such pages of the same batch, its own scheduler included. --schedulers times the CUDA kernel's scheduler,
-which runs once per step, too.
+positions; its product with the queries is made beside their rotation. With --key-bits the kernels are timed over pages
+whose groups of K have these bits, too, in turns with those of the dtype's own widths. The kernels `bf16` and `fp8` are
+FlashAttention 3 of vLLM over such pages of the same batch, its own scheduler included. --schedulers times the CUDA
+kernel's scheduler, which runs once per step, too.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from pathlib import Path
 
 import torch
 import triton
-from packed_kv.channel_calibration import UNCALIBRATED, ChannelCalibration
+from packed_kv.channel_calibration import ChannelCalibration
 from packed_kv.codecs.pages import PagedCodec
 from packed_kv.codecs.ring import Ring
 from packed_kv.formats import FORMATS
@@ -35,7 +36,7 @@ from packed_kv.kernels.cuda import launch as cuda
 from packed_kv.kernels.triton import decode as decode_module
 from packed_kv.kernels.triton.means import Means
 from packed_kv.kernels.triton.rotate import rotation_matrix
-from packed_kv.layout import MICRO_BLOCK, page_layout, ring_slot_bytes
+from packed_kv.layout import MICRO_BLOCK, ring_slot_bytes
 from packed_kv.model.rope import Rope
 from rows import append, commit_here, machine
 
@@ -62,20 +63,21 @@ class Layers:
     """A batch and several layers' caches of it, of random codes and of scales as data has them.
 
     `means`: of keys, "one", "blocks" of positions, or None. `group`: query heads of a KV head. `query_tokens`: of a
-    request.
+    request. `key_bits`: of K's groups; None: the dtype's.
     """
 
     def __init__(
         self, name: str, requests: int, context: int, recent: int, spread: float = 0, means: str | None = None,
-        group: int = QUERY_HEADS // KV_HEADS, query_tokens: int = 1,
+        group: int = QUERY_HEADS // KV_HEADS, query_tokens: int = 1, key_bits: tuple[int, ...] | None = None,
     ) -> None:  # fmt: skip
-        keys = UNCALIBRATED
+        keys = ChannelCalibration(group_bits=key_bits)
         if means:
             mean, first_mean = torch.randn(KV_HEADS, HEAD_DIM), torch.randn(KV_HEADS, HEAD_DIM)
-            keys = ChannelCalibration(mean=mean, first_mean=first_mean, rope=ROPE if means == "blocks" else None)
+            rope = ROPE if means == "blocks" else None
+            keys = ChannelCalibration(mean=mean, first_mean=first_mean, rope=rope, group_bits=key_bits)
         positions = int((1 + spread) * context) if means == "blocks" else None
         self.codec = PagedCodec(FORMATS[name], HEAD_DIM, keys, device="cuda", positions=positions)
-        self.page = page_layout(FORMATS[name], HEAD_DIM)
+        self.page = self.codec.layout
         self.means = Means.of(self.codec.key.transform)
         blocks, slot_bytes = requests * context // BLOCK_SIZE, self.codec.slot_bytes
         shape = (blocks, KV_HEADS, BLOCK_SIZE, slot_bytes)
@@ -243,6 +245,7 @@ def main() -> None:
     parser.add_argument("--recent", type=int, default=0, help="tokens of the recent window (default: 0, none)")
     parser.add_argument("--spread", type=float, default=0, help="of the contexts (default: 0, all alike)")
     parser.add_argument("--means", choices=("one", "blocks"), help="of keys (default: none)")
+    parser.add_argument("--key-bits", type=int, nargs="+", help="of K's groups, beside the dtype's (default: none)")
     parser.add_argument("--group", type=int, nargs="+", default=[4], help="query heads of a KV head (default: 4)")
     parser.add_argument("--query-tokens", type=int, nargs="+", default=[1], help="of a request (default: 1)")
     parser.add_argument("--schedulers", action="store_true", help="time the schedulers, too")
@@ -263,22 +266,29 @@ def main() -> None:
     for name in options.dtypes:
         cases = itertools.product(shapes, options.group, options.query_tokens)
         for (requests, context), group, query_tokens in cases:
-            layers = Layers(name, requests, context, options.recent, options.spread, options.means, group, query_tokens)
             rounds: dict[str, Callable[[], None]] = {}
-            for kernel in options.kernels:
-                rounds |= layers.rounds(kernel, options.splits, options.max_registers)
+            measured: dict[str, tuple[str, tuple[int, ...] | None]] = {}
+            for bits in (None, tuple(options.key_bits)) if options.key_bits else (None,):
+                settings = options.recent, options.spread, options.means, group, query_tokens, bits
+                layers = Layers(name, requests, context, *settings)
+                for kernel in (kernel for kernel in options.kernels if bits is None or kernel not in FLASH):
+                    label = f"{kernel} K {bits}" if bits else kernel
+                    measured[label] = kernel, bits
+                    found = layers.rounds(kernel, options.splits, options.max_registers)
+                    rounds |= {label: found[kernel], f"{label} all": found[f"{kernel} all"]}
             times = interleaved(rounds)
             packed = layers.tokens * KV_HEADS * FORMATS[name].slot_bytes(HEAD_DIM)
-            for kernel in options.kernels:
-                (p20, p50, p80), attention = times[f"{kernel} all"], times[kernel]
+            for label, (kernel, bits) in measured.items():
+                (p20, p50, p80), attention = times[f"{label} all"], times[label]
                 share = packed / (attention[1] * 1e-6) / bandwidth
                 if kernel in FLASH:
                     share *= FLASH[kernel] / FORMATS[name].slot_bytes(HEAD_DIM)
-                case = f"{name:13} {requests:4} x {context:5}, {group} x {query_tokens} columns  {kernel:6}"
+                case = f"{name:13} {requests:4} x {context:5}, {group} x {query_tokens} columns  {label:6}"
                 print(f"{case}  {p50:7.1f} us, attention and merge {attention[1]:7.1f} us, {share:5.1%}", flush=True)
                 row: dict[str, object] = {
                     "dtype": name, "requests": requests, "context": context, "spread": f"{options.spread:g}",
                     "recent": options.recent, "means": options.means or "none",
+                    "key_bits": " ".join(map(str, bits or ())),
                     "group": group, "query_tokens": query_tokens, "kernel": kernel,
                     "p20_us": f"{p20:.1f}", "p50_us": f"{p50:.1f}", "p80_us": f"{p80:.1f}",
                     "attention_p50_us": f"{attention[1]:.1f}", "bandwidth": f"{share:.3f}",

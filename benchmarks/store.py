@@ -1,21 +1,25 @@
 """Time of the store kernel in one layer of 8 KV heads of 128 channels, in bf16.
 
-    python benchmarks/store.py [--dtypes NAME ...] [--parts PART ...] [--tokens N ...] [--csv FILE]
+    python benchmarks/store.py [--dtypes NAME ...] [--parts PART ...] [--tokens N ...] [--key-bits BITS ...]
+        [--csv FILE]
 
 Parts: `pages` is K and V of new tokens, as in prefills; `step` is these, the same tokens in the ring buffers and the
 queries of 4 heads a KV head, as in a step of decodes; `queries` is those alone, and `stored` a step without them, each
 by the kernel of the step. Up to 32 tokens lie in a block each, as in decodes; up to 512 are 8 neighbours, as in verify
-steps; more fill whole blocks. Every replay stores the same tokens in the same slots, so the L2 may serve them.
+steps; more fill whole blocks. Every replay stores the same tokens in the same slots, so the L2 may serve them. With
+--key-bits the same is timed with groups of K of these bits, too.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
 import triton
+from packed_kv.channel_calibration import ChannelCalibration
 from packed_kv.codecs.pages import PagedCodec
 from packed_kv.formats import FORMATS
 from packed_kv.kernels.triton.rotate import QueryRotation, RotateQueryLaunch, rotation_matrix
@@ -35,9 +39,9 @@ def some_slots(tokens: int) -> torch.Tensor:
     return (first + torch.arange(neighbours, device="cuda")).flatten()
 
 
-def launches(name: str, tokens: int) -> Iterator[tuple[str, Callable[[], None]]]:
+def launches(name: str, tokens: int, key_bits: tuple[int, ...] | None) -> Iterator[tuple[str, Callable[[], None]]]:
     """Yield the launches to be timed, by part."""
-    codec = PagedCodec(FORMATS[name], HEAD_DIM, device="cuda")
+    codec = PagedCodec(FORMATS[name], HEAD_DIM, ChannelCalibration(group_bits=key_bits), device="cuda")
     cache = torch.zeros(BLOCKS, KV_HEADS, BLOCK_SIZE, codec.slot_bytes, dtype=torch.uint8, device="cuda")
     key, value = torch.randn(2, tokens, KV_HEADS, HEAD_DIM, device="cuda", dtype=torch.bfloat16)
     slots = some_slots(tokens)
@@ -73,19 +77,21 @@ def main() -> None:
     parser.add_argument("--dtypes", nargs="+", default=list(FORMATS), choices=FORMATS, metavar="DTYPE")
     parser.add_argument("--parts", nargs="+", default=list(PARTS), choices=PARTS, metavar="PART")
     parser.add_argument("--tokens", nargs="+", type=int, default=list(TOKENS), metavar="N")
+    parser.add_argument("--key-bits", type=int, nargs="+", help="of K's groups, beside the dtype's (default: none)")
     parser.add_argument("--csv", type=Path)
     parser.add_argument("--commit", help="of this code, where there is no git")
     options = parser.parse_args()
     made_with = {**machine(with_vllm=False), "commit": options.commit or commit_here()}
-    for name in options.dtypes:
-        for tokens in options.tokens:
-            for part, launch in launches(name, tokens):
+    widths = (None, tuple(options.key_bits)) if options.key_bits else (None,)
+    for name, tokens in itertools.product(options.dtypes, options.tokens):
+        for bits in widths:
+            for part, launch in launches(name, tokens, bits):
                 if part not in options.parts:
                     continue
                 times = [f"{time:.2f}" for time in microseconds(launch)]
-                print(f"{name:13} {part:8} {tokens:5} tokens  {times[1]} us", flush=True)
+                print(f"{name:13} {part:8} {tokens:5} tokens  {times[1]} us {bits or ''}", flush=True)
                 row = {
-                    "dtype": name, "part": part, "tokens": tokens,
+                    "dtype": name, "part": part, "tokens": tokens, "key_bits": " ".join(map(str, bits or ())),
                     **dict(zip(("p20_us", "p50_us", "p80_us"), times, strict=True)),
                 }  # fmt: skip
                 if options.csv:

@@ -76,6 +76,14 @@ def test_the_store_kernel_writes_the_codecs_bytes(name: str, head_dim: int, bits
 
 
 @every_width
+def test_queries_are_rotated_in_the_launch_that_stores(name: str, head_dim: int, bits: tuple[int, ...]) -> None:
+    codec = page_codec(
+        FORMATS[name], head_dim, device=DEVICE, key_group_bits=bits, **channels(head_dim, test_store.HEADS)
+    )
+    test_store.check_rotated_queries(codec, 7)
+
+
+@every_width
 @pytest.mark.parametrize("kernel", ["triton", CUDA])
 def test_decodes_equal_the_reference(name: str, head_dim: int, bits: tuple[int, ...], kernel: str) -> None:
     if kernel != "triton" and head_dim == 96:

@@ -330,11 +330,15 @@ def test_queries_are_rotated_in_the_same_launch(head_dim, means, tokens):
         given = {"key_mean": torch.randn(HEADS, head_dim), "key_first_mean": torch.randn(HEADS, head_dim)}
     if means == "blocks":
         given |= {"key_rope": rope(head_dim // 2), "positions": 20000}
-    codec = page_codec(FORMATS["isoquant4"], head_dim, device=DEVICE, **given)
+    check_rotated_queries(page_codec(FORMATS["isoquant4"], head_dim, device=DEVICE, **given), tokens)
+
+
+def check_rotated_queries(codec, tokens):
+    head_dim = codec.key.head_dim
     group, decodes = 5, -(-tokens // 2)
     query = to_device(torch.randn(tokens, HEADS * group + 2, head_dim).to(torch.bfloat16))[:, 1:-1]
     rotation = QueryRotation(rotation_matrix(codec.key, HEADS), 0.3, Means.of(codec.key.transform))
-    assert (rotation.means is not None) == bool(means)
+    assert (rotation.means is not None) == codec.key.transform.centres
     shape = (decodes, HEADS, group, codec.key.stored_dim)
     rotated, expected = (torch.full(shape, 7.0, dtype=torch.float16, device=DEVICE) for _ in range(2))
     bias = expected_bias = None
