@@ -159,7 +159,7 @@ class Layers:
                     bound[i](grid, self.query_tokens, requests, steps[i][0], outputs[i])
                 else:
                     batch = (rotated, cache, table, self.start, self.seq_lens, partial, stats)
-                    centred = dict(query_bias=bias, tiles_a_block=tiles_a_block)
+                    centred = dict(query_bias=bias, tiles_a_block=tiles_a_block or 0)
                     options = dict(max_query_len=self.query_tokens, max_registers=registers, ring=ring)
                     decode(self.page, *batch, **options, **centred)
                 if not grid.is_final:

@@ -141,7 +141,7 @@ def store_latents_kernel(
         if (program >= 0) & (program < programs):
             store_section(
                 source, slots_ptr, tokens, slots_ptr, ring_slots_ptr, ring_tokens, layer, True, (program, split), s,
-                LAYOUT.key_vector, STORE,
+                True, STORE,
             )  # fmt: skip
         program -= programs
     if program >= 0:

@@ -205,7 +205,7 @@ def store_kernel(
             if (program >= 0) & (program < programs):
                 store_section(
                     source, slots_ptr, tokens, positions_ptr, ring_slots_ptr, ring_tokens, layer, is_key,
-                    (program, 1), s, LAYOUT.key_vector, STORE,
+                    (program, 1), s, True, STORE,
                 )  # fmt: skip
             program -= programs
     else:
@@ -215,7 +215,7 @@ def store_kernel(
             if is_key & (program >= 0) & (program < programs):
                 store_section(
                     source, slots_ptr, tokens, positions_ptr, ring_slots_ptr, ring_tokens, layer, True,
-                    (program, 1), s, LAYOUT.key_vector, STORE,
+                    (program, 1), s, True, STORE,
                 )  # fmt: skip
             program -= programs
         for s in tl.static_range(len(LAYOUT.value_vector.sections)):
@@ -223,7 +223,7 @@ def store_kernel(
             if (tl.program_id(1) == 1) & (of_value >= 0) & (of_value < programs):
                 store_section(
                     source, slots_ptr, tokens, positions_ptr, ring_slots_ptr, ring_tokens, layer, False,
-                    (of_value, 1), s, LAYOUT.value_vector, STORE,
+                    (of_value, 1), s, False, STORE,
                 )  # fmt: skip
             of_value -= programs
         program = tl.minimum(program, of_value)  # as many as the longer one are in front

@@ -129,15 +129,15 @@ padded_groups = triton.constexpr_function(power_of_2)
 @triton.jit
 def store_section(
     source, slots_ptr, tokens, positions_ptr, ring_slots_ptr, ring_tokens, layer, is_key, programs,
-    NUMBER: tl.constexpr, VECTOR: tl.constexpr, STORE: tl.constexpr,
+    NUMBER: tl.constexpr, OF_KEY: tl.constexpr, STORE: tl.constexpr,
 ):  # fmt: skip
     """Store the groups of section NUMBER of some vectors (token, head). `programs` is (program, split): with a split of
     1 they are those of the program; else `split` programs share them: all rotate whole vectors, and each quantises its
     parts / split parts of the rows one after the other.
 
-    `source`: pointer to the new vectors of K, with `is_key`, or of V, and the fields of their `Vectors`. VECTOR: the
-    `PackedVector` that has the section; either one, where K's and V's sections are the same. The other arguments are
-    `store_kernel`'s.
+    `source`: pointer to the new vectors of K, with `is_key`, or of V, and the fields of their `Vectors`. OF_KEY:
+    whether the section is one of K's `PackedVector`; of either one, where K's and V's sections are the same. The other
+    arguments are `store_kernel`'s.
     """
     LAYOUT: tl.constexpr = STORE.layout
     HEADS: tl.constexpr = STORE.heads
@@ -145,6 +145,7 @@ def store_section(
     PARTS: tl.constexpr = STORE.parts
     RING_BLOCK: tl.constexpr = STORE.block_sizes[1]
     TRANSFORM: tl.constexpr = STORE.transform
+    VECTOR: tl.constexpr = LAYOUT.key_vector if OF_KEY else LAYOUT.value_vector
     SECTION: tl.constexpr = VECTOR.sections[NUMBER]
     GROUPS: tl.constexpr = SECTION.groups
     FIRST_GROUP: tl.constexpr = SECTION.first_group
