@@ -75,9 +75,9 @@ class Resources:
 
 
 @cache
-def _child() -> subprocess.Popen[bytes]:
+def _child(triton: Path | None = None) -> subprocess.Popen[bytes]:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
+    environment["PYTHONPATH"] = os.pathsep.join(str(path) for path in (triton, *sys.path) if path)
     child = subprocess.Popen(
         [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment
     )  # fmt: skip
@@ -85,15 +85,23 @@ def _child() -> subprocess.Popen[bytes]:
     return child
 
 
-def compile_kernels(cases: list[Case]) -> list[Resources]:
-    child = _child()
+def _ask(child: subprocess.Popen[bytes], function: str, cases: list[Case]) -> list[Any]:
     assert child.stdin is not None and child.stdout is not None
-    pickle.dump([vars(case) for case in cases], child.stdin)
+    pickle.dump((function, [vars(case) for case in cases]), child.stdin)
     child.stdin.flush()
     results = pickle.load(child.stdout)
     if isinstance(results, str):
         raise RuntimeError(results)
-    return [Resources(**result) for result in results]
+    return results
+
+
+def compile_kernels(cases: list[Case]) -> list[Resources]:
+    return [Resources(**result) for result in _ask(_child(), _compile.__name__, cases)]
+
+
+def translate_kernels(cases: list[Case], triton: Path) -> list[str]:
+    """Triton's IR of the cases, by the Triton of a folder: what another version's language takes."""
+    return _ask(_child(triton), _translate.__name__, cases)
 
 
 EXACT_FMAS = 16
@@ -127,7 +135,6 @@ SAME_IR = {86: 80, 89: 80}
 def _by_triton(case: Case) -> Any:
     import triton
     from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
 
     target = GPUTarget("cuda", case.arch, 32)
     if case.arch in SAME_IR and triton.__version__ == "3.8.0":
@@ -137,6 +144,12 @@ def _by_triton(case: Case) -> Any:
             file.write(text.replace(f'"cuda:{made_for}"', f'"cuda:{case.arch}"'))
             file.flush()
             return triton.compile(file.name, target=target, options=case.options)
+    return triton.compile(_source(case), target=target, options=case.options)
+
+
+def _source(case: Case) -> Any:
+    from triton.compiler import ASTSource
+
     module, name = case.kernel.split(":")
     kernel = getattr(importlib.import_module(module), name)
     names = kernel.arg_names
@@ -148,8 +161,22 @@ def _by_triton(case: Case) -> Any:
         for place, kind in _leaves((i,), signature[name])
         if not kind.startswith("fp")
     }
-    source = ASTSource(kernel, signature, constexprs=case.constants, attrs=attributes)
-    return triton.compile(source, target=target, options=case.options)
+    return ASTSource(kernel, signature, constexprs=case.constants, attrs=attributes)
+
+
+def _translate(case: Case) -> str:
+    """The kernel in Triton's IR, before any pass."""
+    from triton._C.libtriton import ir
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler.compiler import make_backend
+
+    target, context = GPUTarget("cuda", case.arch, 32), ir.context()
+    backend = make_backend(target)
+    options = backend.parse_options(case.options)
+    ir.load_dialects(context)
+    backend.load_dialects(context)
+    functions, modules = backend.get_codegen_implementation(options), backend.get_module_map()
+    return str(_source(case).make_ir(target, options, functions, modules, context))
 
 
 def _compile(case: Case) -> dict[str, Any]:
@@ -167,10 +194,10 @@ def _compile(case: Case) -> dict[str, Any]:
     )
 
 
-def _answer(cases: list[dict[str, Any]]) -> list[dict[str, Any]] | str:
+def _answer(function: str, cases: list[dict[str, Any]]) -> list[Any] | str:
     """The results of cases, or why there are none."""
     try:
-        return [_compile(Case(**case)) for case in cases]
+        return [globals()[function](Case(**case)) for case in cases]
     except Exception:
         return traceback.format_exc()
 
@@ -179,5 +206,5 @@ if __name__ == "__main__":
     output = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # whatever is printed on the way does not reach the pickles
     while sys.stdin.buffer.peek(1):
-        pickle.dump(_answer(pickle.load(sys.stdin.buffer)), output)
+        pickle.dump(_answer(*pickle.load(sys.stdin.buffer)), output)
         output.flush()

@@ -36,15 +36,16 @@ RING_BLOCK = {"tq4": 8, "turboquant25": 4}
 
 
 def store_case(
-    fmt: Format, arch: int, calibrated: bool, head_dim: int = 128, query_group: int = 0, value_dim: int | None = None
-) -> Case:
+    fmt: Format, arch: int, calibrated: bool, head_dim: int = 128, query_group: int = 0, value_dim: int | None = None,
+    key_bits: tuple[int, ...] | None = None,
+) -> Case:  # fmt: skip
     blocks, vectors = (
         store_section.Blocks("*u8", "i32", "i32"),
         store_section.Vectors("i32", "i32", "*i64", "i32", "*fp32", "i32"),
     )
     layer = store_section.StoreLayer(blocks, vectors, vectors, "*fp32", "*fp32", blocks)
     mean_blocks = (MEAN_BLOCKS, MEAN_BLOCK) if calibrated else (1, 0)
-    layout = kernel_layout(page_layout(fmt, head_dim))
+    layout = kernel_layout(page_layout(fmt, head_dim, key_bits=key_bits))
     constants = store_section.StoreConstants(
         8, (16, RING_BLOCK.get(fmt.name, 0)), Transform(fmt.rotation, calibrated, calibrated, calibrated, *mean_blocks),
         (head_dim, value_dim or head_dim), layout, store_section.rows_of(layout),
