@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import rows
+from packed_kv.formats import FORMATS
 
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the scheduler is within reach
@@ -55,10 +56,11 @@ def split_mode(name: str) -> tuple[str, str]:
     return dtype, mode
 
 
-def options_of_mode(mode: str) -> tuple[str, dict[str, Any]]:
-    """vLLM's mode of CUDA graphs, "" for its default, and `additional_config`, of a name's mode: `MIXED` is the default
-    mode with `mixed_graphs`."""
-    return ("", {"packed_kv": {"mixed_graphs": True}}) if mode == MIXED else (mode, {})
+def options_of_mode(dtype: str, mode: str) -> tuple[str, dict[str, Any]]:
+    """vLLM's mode of CUDA graphs, "" for its default, and `additional_config`, of a name's mode. With ours, `MIXED` is
+    the default mode, and every other mode is without `mixed_graphs`."""
+    ours = {"packed_kv": {"mixed_graphs": mode == MIXED}} if dtype in FORMATS else {}
+    return "" if mode == MIXED else mode, ours
 
 
 def wait_for_device() -> bool:

@@ -44,7 +44,10 @@ def calibrate(options: argparse.Namespace) -> None:
         statistics, held = estimate(config, model_folder(options.model), _context(options, longest)), None
     else:
         out, statistics, held = _observe_by_an_engine(options)
-    if options.key_widths:
+    has_widths = options.key_widths
+    if has_widths is None:  # where attention to distant keys was seen: neither in latents nor in weights alone
+        has_widths = all(layer.far_key_weight is not None for layer in statistics.layers.values())
+    if has_widths:
         weigh_from_afar(statistics.layers)
     choosing = tqdm(statistics.layers.items(), unit=" layers", desc="choosing")
     choices = {layer: choose(found, options.recipe) for layer, found in choosing}
@@ -53,7 +56,7 @@ def calibrate(options: argparse.Namespace) -> None:
         print(f"tq-calibrate: {warning}", file=sys.stderr)
     name = Path(options.model).resolve().name if Path(options.model).exists() else options.model
     mode = 0o600 if options.parent else 0o666  # an engine loads no file that others can write
-    key_bits = _key_widths(statistics, held, choices) if options.key_widths else None
+    key_bits = _key_widths(statistics, held, choices) if has_widths else None
     write_file(out, file_content(statistics, choices, options.recipe, name, key_bits), mode)
     seen = f"{statistics.tokens:,} tokens" if statistics.tokens else "weights alone, so without means of keys"
     heads = heads_in_words(statistics.kv_heads, *statistics.head_sizes)

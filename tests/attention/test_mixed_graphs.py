@@ -78,7 +78,7 @@ def test_limits(changes: dict[str, Any], most: tuple[int, int], monkeypatch: pyt
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"options": {}}, "packed_kv.mixed_graphs is not set"),
+        ({"options": {"mixed_graphs": False}}, "packed_kv.mixed_graphs is false"),
         ({"lora": object()}, "an engine with LoRA would have them once for each number of adapters"),
         ({"speculative": drafts("eagle3", 3)}, "layers of drafts (eagle3) run outside of graphs"),
         ({"stages": 2}, "stages of a pipeline would have to agree"),

@@ -64,7 +64,7 @@ def test_the_file_follows_the_schema_and_is_read_by_the_runtime(calibrated: Path
     calibration = load(calibrated)
     calibration.check_model(layers=6, kv_heads=2, head_size=128)
     assert all(None not in vars(layer).values() for layer in calibration.layers.values())
-    assert file["version"] == 3
+    assert file["version"] == 4 and file["key_group_bits"] == {"tq3": [4, 3, 3, 2]}
     frequencies = tuple((1 / 1e4 ** (torch.arange(0, 128, 2).float() / 128)).tolist())
     assert {layer.key.rope for layer in calibration.layers.values()} == {Rope(frequencies)}
     config = json.loads((DEMO_MODEL / "config.json").read_text())

@@ -39,14 +39,15 @@ log probabilities are apart; and the share of requests that end alike. On a CPU,
 21."""
 OPTIONS: dict[str, Any] = {
     "enable_prefix_caching": True, "max_num_batched_tokens": STEP_TOKENS, "max_num_seqs": 16, "recent_tokens": None,
-    "enforce_eager": False, "max_model_len": 2048, "additional_config": {"packed_kv": {"mixed_graphs": True}},
+    "enforce_eager": False, "max_model_len": 2048,
 }  # fmt: skip
+REPLAYS = 200
 Line = list[tuple[int, float]]
 """Tokens of a request, each with its logarithm of a probability."""
 
 
-def graphs(mode: str) -> dict[str, Any]:
-    return {"mode": 3, "cudagraph_mode": mode, "cudagraph_capture_sizes": [1, 2, 4, 8, 16]}
+def graphs(mode: str, largest: int = 16) -> dict[str, Any]:
+    return {"mode": 3, "cudagraph_mode": mode, "cudagraph_capture_sizes": sorted({1, 2, 4, 8, 16, largest})}
 
 
 def serve(llm: LLM, **options: Any) -> tuple[list[Line], list[list[float]]]:
@@ -227,8 +228,8 @@ def test_tokens(name: str, demo_model: str, replayed: Counter, monkeypatch: pyte
     """Those of the ordinary route, and of the graphs' own without graphs; again and again with the same bits."""
     with engine(demo_model, name, compilation_config=graphs("FULL_AND_PIECEWISE"), **OPTIONS) as llm:
         lines, _ = serve(llm)
-        assert sum(replayed.values()) > 20 and len(replayed) > 3, replayed
-        for _ in range(10):
+        assert len(replayed) > 3, replayed
+        while sum(replayed.values()) < REPLAYS:
             assert serve(llm)[0] == lines
         with monkeypatch.context() as patches:
             repeats = Repeats(llm, patches)
@@ -265,7 +266,9 @@ def test_engines(
     found = []
     for has_graphs in (True, False):
         options = OPTIONS | more | {"additional_config": {"packed_kv": {"mixed_graphs": has_graphs}}}
-        with engine(demo_model, "tq4", compilation_config=graphs("FULL_AND_PIECEWISE"), **options) as llm:
+        # beside skipped layers, graphs are no larger than vLLM's own
+        compilation = graphs("FULL_AND_PIECEWISE", STEP_TOKENS)
+        with engine(demo_model, "tq4", compilation_config=compilation, **options) as llm:
             preempted = count_preemptions(llm, monkeypatch)
             found.append(serve(llm, n=2, temperature=0.005, seed=0))
             assert bool(preempted) == ("kv_cache_memory_bytes" in more)

@@ -11,8 +11,8 @@ from packed_kv.settings.options import OptionError, Options, check_files, read_o
 
 def test_options_are_read() -> None:
     ours = {"calibration": "~/x.json", "recent_tokens": 0, "decode_kernel": "triton", "latent_rope_bits": 8}
-    expected = Options(Path("~/x.json").expanduser(), 0, "triton", 8, mixed_graphs=True)
-    assert read_options({"packed_kv": {**ours, "mixed_graphs": True}, "other": 1}) == expected
+    expected = Options(Path("~/x.json").expanduser(), 0, "triton", 8, mixed_graphs=False)
+    assert read_options({"packed_kv": {**ours, "mixed_graphs": False}, "other": 1}) == expected
     assert read_options({"packed_kv": {"calibration": "auto"}}).calibration == Path("auto")
     assert read_options({}) == read_options(None) == read_options({"kv": 1, "packed": {}, 5: {}}) == Options()
 

@@ -60,7 +60,7 @@ def _lacks(config: VllmConfig, layers: list[Any]) -> str:
     """Return why no step with prompts can be a whole graph, or ""."""
     speculative = config.speculative_config
     if not read_options(config.additional_config).mixed_graphs:
-        return "packed_kv.mixed_graphs is not set"
+        return "packed_kv.mixed_graphs is false"
     if config.lora_config is not None:
         return "an engine with LoRA would have them once for each number of adapters"
     if speculative is not None and speculative.method not in DRAFTERS:

@@ -48,7 +48,7 @@ class Options:
     recent_tokens: int | None = None
     decode_kernel: str = "auto"
     latent_rope_bits: int = ROPE_BITS[0]
-    mixed_graphs: bool = False
+    mixed_graphs: bool = True
 
 
 def read_options(additional_config: object) -> Options:
@@ -89,7 +89,7 @@ def read_options(additional_config: object) -> Options:
     if type(rope_bits) is not int or rope_bits not in ROPE_BITS:
         said = f"--additional-config: packed_kv.latent_rope_bits is {_shown(rope_bits)}"
         raise OptionError(f"{said}; write {KEYS['latent_rope_bits']}")
-    mixed_graphs = options.get("mixed_graphs", False)
+    mixed_graphs = options.get("mixed_graphs", True)
     if type(mixed_graphs) is not bool:
         said = f"--additional-config: packed_kv.mixed_graphs is {_shown(mixed_graphs)}"
         raise OptionError(f"{said}; write {KEYS['mixed_graphs']}")
