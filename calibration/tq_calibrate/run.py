@@ -56,25 +56,27 @@ def calibrate(options: argparse.Namespace) -> None:
         print(f"tq-calibrate: {warning}", file=sys.stderr)
     name = Path(options.model).resolve().name if Path(options.model).exists() else options.model
     mode = 0o600 if options.parent else 0o666  # an engine loads no file that others can write
-    key_bits = _key_widths(statistics, held, choices) if has_widths else None
+    key_bits, verdicts = _key_widths(statistics, held, choices) if has_widths else ({}, [])
     write_file(out, file_content(statistics, choices, options.recipe, name, key_bits), mode)
     seen = f"{statistics.tokens:,} tokens" if statistics.tokens else "weights alone, so without means of keys"
     heads = heads_in_words(statistics.kv_heads, *statistics.head_sizes)
-    print(f"{out}: {len(choices)} layers, {heads}, from {seen}, {time.perf_counter() - start:.0f} s")
+    summary = f"{out}: {len(choices)} layers, {heads}, from {seen}, {time.perf_counter() - start:.0f} s"
+    print("\n".join([summary, *verdicts]))
 
 
 def _key_widths(
     statistics: Statistics, held: Sums | None, choices: dict[int, LayerChoice]
-) -> dict[str, tuple[int, ...]]:
-    """Return the bits of K's groups by dtype, for the dtypes that lose less by them on held-out text as well; print
-    them."""
+) -> tuple[dict[str, tuple[int, ...]], list[str]]:
+    """Return the bits of K's groups by dtype, for the dtypes that lose less by them on held-out text as well, and a
+    line for each dtype."""
     widths = key_widths(statistics.layers, choices)
     gains = held_out_gains(widths, held, choices) if held and widths else dict.fromkeys(widths, 0.0)
+    told = []
     for name, bits in widths.items():
         found = f" (error of scores on held-out text {gains[name]:.2f} of that with its own)" if held else ""
         verdict = f"{', '.join(map(str, bits))} bits" if gains[name] < 1 else "its own widths"
-        print(f"tq-calibrate: {name}: {verdict} in groups of keys{found}", file=sys.stderr)
-    return {name: bits for name, bits in widths.items() if gains[name] < 1}
+        told.append(f"{name}: {verdict} in groups of keys{found}")
+    return {name: bits for name, bits in widths.items() if gains[name] < 1}, told
 
 
 def _observe_by_an_engine(options: argparse.Namespace) -> tuple[Path, Statistics, Sums]:

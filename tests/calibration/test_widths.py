@@ -73,7 +73,7 @@ def test_a_file_with_widths(
     monkeypatch.setattr(run, "key_widths", lambda *_: wanted)
     monkeypatch.setattr(run, "held_out_gains", lambda *_: {"tq3": 0.9, "turboquant35": 1.0})
     assert main(["model", str(DEMO_MODEL), "--tokens", "512", "--out", str(out), "--key-widths"]) == 0
-    told = capsys.readouterr().err
+    told = capsys.readouterr().out
     assert "tq3: 4, 3, 3, 2 bits in groups of keys (error of scores on held-out text 0.90 of that with its own)" in told
     assert "turboquant35: its own widths in groups of keys" in told
     file = load(out)
