@@ -254,7 +254,7 @@ def missing(name: str, options: argparse.Namespace) -> list[tuple[int, float]]:
 
 async def measure_engine(name: str, model: str, options: argparse.Namespace) -> None:
     dtype, mode = workers.split_mode(name)
-    mode, additional_config = workers.options_of_mode(dtype, mode)
+    mode, additional_config = workers.options_of_mode(mode)
     started = time.monotonic()
     seen = [Seen()]
     compilation: dict[str, Any] = {"cudagraph_capture_sizes": list(GRAPH_SIZES)}

@@ -158,6 +158,11 @@ def in_rounds(rows: list[Row]) -> list[Row]:
     return merged
 
 
+def with_widths(rows: list[Row]) -> list[Row]:
+    """Rows with `widths`: the bits of K's groups, in words; the last one of a case counts."""
+    return in_order({**row, "widths": ", ".join(row["key_bits"].split()) or OWN_WIDTHS} for row in rows)
+
+
 def spread(row: Row, base: Row | None) -> str:
     """Show the median of rounds, its ratio, and the least and the most of them."""
     return f"{STEP(row, base)}, {float(row['least']):.2f} to {float(row['most']):.2f}"
@@ -295,6 +300,13 @@ AFTER = {"dtype": "mean KL, nats, prompt tokens:", "bytes": "KV bytes/token"}
 BOTH = {"dtype": "mean KL; 99.9th percentile, nats, prompt tokens:", "bytes": "KV bytes/token"}
 TAIL = {"dtype": "99.9th percentile, nats, prompt tokens:", "bytes": "KV bytes/token"}
 TAILS = ratio("kl_tail", lambda cell: f"{float(cell):.3f}")
+AGENTS = {"output tokens/s": text("output_tokens_s", ",.0f"), "hit rate": text("hit_rate", ".2f"),
+          "TTFT p50, s": text("p50_ttft_ms", ".2f", 1e-3), "TTFT p99, s": text("p99_ttft_ms", ".2f", 1e-3),
+          "between outputs p50, ms": text("p50_itl_ms", ".1f"), "p99, ms": text("p99_itl_ms", ".0f"),
+          "steps in whole graphs": text("whole", ".1%"), "longer than graphs": text("eager", ".1%")}  # fmt: skip
+WIDTHS = {"dtype": "µs, bits of K's groups:", "kernel": "kernel", "requests": "requests", "context": "context",
+          "query_tokens": "new tokens", "recent": "window"}  # fmt: skip
+OWN_WIDTHS = "the dtype's"
 OF_FP8 = {"dtype": "fp8", "bytes": "11,520"}
 CODES = {"dtype": "K and V", "bytes": "KV bytes/token", "window": "window"}
 TASKS = {"task": "task", "prompt": "prompt", "kept": "bf16 solves", "setting": "setting"}
@@ -348,6 +360,7 @@ SPECS: Mapping[str, Sequence[Spec]] = {
         Spec("mixed", "release/mixed.csv", MIXED, STEP, ("prompt",), prepare=in_default_mode),
         Spec("mixed-h100", "release/h100/mixed.csv", MIXED, STEP, ("prompt",), prepare=in_default_mode),
         Spec("mixed-graphs", "mixed_graphs.csv", MIXED, spread, ("prompt",), prepare=in_rounds, base=FULL),
+        Spec("mixed-graphs-long", "mixed_graphs_32x8192.csv", MIXED, spread, ("prompt",), prepare=in_rounds, base=FULL),
         Spec("mixed-graphs-fp8", "mixed_graphs_fp8.csv", MIXED, spread, ("prompt",), prepare=in_rounds, base=FULL),
         Spec("mixed-kernels", "mixed_graphs.csv", MIXED, kernels, ("prompt",), prepare=in_rounds, base=FULL),
         Spec("verify", "release/verify.csv", DRAFTS, STEP, CASE, {"model": ("8b",)}),
@@ -374,6 +387,7 @@ SPECS: Mapping[str, Sequence[Spec]] = {
              prepare=with_cpu_time),
     ),
     "docs/server.md": (
+        Spec("agents", "agents.csv", {"dtype": "24 agents, 12 GB of KV cache"}, AGENTS, prepare=in_modes),
         Spec("throughput", "release/throughput.csv", {"dtype": "20 GB of KV cache"}, WAVE),
         Spec("throughput-h100", "release/h100/throughput.csv", {"dtype": "20 GB of KV cache"}, WAVE),
         Spec("server-summary", "release/serve_96.csv", {"dtype": "96 requests at once"}, SERVED),
@@ -403,8 +417,18 @@ SPECS: Mapping[str, Sequence[Spec]] = {
         Spec("environment", "environment.csv", {"dtype": "ms", "torch": "PyTorch"}, STEP, CASE,
              base={"torch": "2.11.0+cu130"}),
         Spec("store", "store.csv", {"dtype": "µs, tokens:", "part": "part"}, text("p50_us"), ("tokens",)),
+        Spec("key-widths", "widths.csv", WIDTHS, ratio("p50_us"), ("widths",), prepare=with_widths,
+             base={"widths": OWN_WIDTHS}),
+        Spec("key-widths-store", "widths_store.csv", {"dtype": "µs, tokens:", "part": "part", "widths": "K's groups"},
+             text("p50_us"), ("tokens",), prepare=with_widths),
         Spec("gpu-tests", "gpu_tests.csv", {"command": "command", "result": "result"}, shows( {"card": "gpu",
              "vLLM": "vllm", "PyTorch": "torch", "commit": "commit"}), prepare=list),
+    ),
+    "docs/calibration.md": (
+        Spec("generate-widths", {f"{FOLDER}/own-widths.json": "the dtype's widths", f"{FOLDER}/widths.json":
+             "the file's"}, KL, kl, ("text", "prompt"), prepare=behind("text", "prompt")),
+        Spec("generate-widths-planted", {f"{FOLDER}/own-widths.json": "the dtype's widths", f"{FOLDER}/widths.json":
+             "the file's"}, TASKS, text("shown"), ("dtype",), prepare=tasks),
     ),
     "docs/reliability.md": (
         Spec("soak-restarts", {"soak_restarts_h200.json": "H200", "soak_restarts_cpu.json": "CPU"},
@@ -425,6 +449,8 @@ SPECS: Mapping[str, Sequence[Spec]] = {
         Spec("generate-no-window", {f"{FOLDER}/no-window-calibrated.json": CALIBRATED,
              f"{FOLDER}/no-window-uncalibrated.json": UNCALIBRATED}, KL, kl, ("text", "prompt"),
              prepare=behind("text", "prompt")),
+        Spec("json-answers", "json_answers.csv", {"dtype": "dtype"}, shows({"valid": "valid", "equal to bf16's": "equal",
+             "mean share before the first other token": "tokens_before_the_first_that_differs"})),
         Spec("generate-yarn", {f"{FOLDER}/yarn-calibrated.json": CALIBRATED,
              f"{FOLDER}/yarn-uncalibrated.json": UNCALIBRATED}, KL, kl, ("text", "prompt"), prepare=behind("text",
              "prompt")),
@@ -461,7 +487,8 @@ GENERATED: Mapping[str, Mapping[str, Callable[[str], str]]] = {"docs/cards.md": 
 
 APART = {
     "cpu": "a CPU", "cpu-amd": "a CPU", "cpu-intel": "a CPU",
-    **dict.fromkeys(("mixed-graphs", "mixed-graphs-fp8", "mixed-kernels"), "engines take turns on a card"),
+    **dict.fromkeys(("mixed-graphs", "mixed-graphs-long", "mixed-graphs-fp8", "mixed-kernels", "agents"),
+                    "engines take turns on a card"),
     "steps-older": "wants FlashAttention 2, which the release's environment lacked",
     "prefixes": "minutes of a server per dtype", "contexts": "needs host memory and a disk", "peers": "several GPUs",
 }  # fmt: skip

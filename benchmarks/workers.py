@@ -23,7 +23,6 @@ from pathlib import Path
 from typing import Any
 
 import rows
-from packed_kv.formats import FORMATS
 
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the scheduler is within reach
@@ -32,7 +31,7 @@ ENVIRONMENT = {
     "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # functions of bench_engine.py run in the workers
     "VLLM_USE_FLASHINFER_SAMPLER": "0",  # tokens are greedy
 }
-MIXED = "MIXED"
+UNMIXED = "UNMIXED"
 TURN = "TURN"
 """The line by which a worker hands over."""
 HIDDEN = ("ranks", "recent_tokens", "attention", *rows.MACHINE)
@@ -56,11 +55,10 @@ def split_mode(name: str) -> tuple[str, str]:
     return dtype, mode
 
 
-def options_of_mode(dtype: str, mode: str) -> tuple[str, dict[str, Any]]:
-    """vLLM's mode of CUDA graphs, "" for its default, and `additional_config`, of a name's mode. With ours, `MIXED` is
-    the default mode, and every other mode is without `mixed_graphs`."""
-    ours = {"packed_kv": {"mixed_graphs": mode == MIXED}} if dtype in FORMATS else {}
-    return "" if mode == MIXED else mode, ours
+def options_of_mode(mode: str) -> tuple[str, dict[str, Any]]:
+    """vLLM's mode of CUDA graphs, "" for its default, and `additional_config`, of a name's mode: `UNMIXED` is the
+    default mode without `mixed_graphs`."""
+    return ("", {"packed_kv": {"mixed_graphs": False}}) if mode == UNMIXED else (mode, {})
 
 
 def wait_for_device() -> bool:

@@ -82,9 +82,8 @@ def test_prefixes_stand_before_prompts_that_fit_a_step() -> None:
 def test_a_dtype_carries_a_mode() -> None:
     options = mixed.parse_arguments(["--dtypes", "auto", "fp8:FULL"])
     assert [workers.split_mode(name) for name in options.dtypes] == [("auto", ""), ("fp8", "FULL")]
-    assert workers.options_of_mode("tq4", "MIXED") == ("", {"packed_kv": {"mixed_graphs": True}})
-    assert workers.options_of_mode("tq4", "") == ("", {"packed_kv": {"mixed_graphs": False}})
-    assert workers.options_of_mode("fp8", "FULL") == ("FULL", {})
+    assert workers.options_of_mode("FULL") == ("FULL", {})
+    assert workers.options_of_mode("UNMIXED") == ("", {"packed_kv": {"mixed_graphs": False}})
     sizes = list(mixed.GRAPH_SIZES)
     assert mixed.compilation("", options) == {"cudagraph_capture_sizes": sizes}
     assert mixed.compilation("FULL", options) == {"cudagraph_capture_sizes": sizes, "cudagraph_mode": "FULL"}
