@@ -449,8 +449,8 @@ SPECS: Mapping[str, Sequence[Spec]] = {
         Spec("generate-no-window", {f"{FOLDER}/no-window-calibrated.json": CALIBRATED,
              f"{FOLDER}/no-window-uncalibrated.json": UNCALIBRATED}, KL, kl, ("text", "prompt"),
              prepare=behind("text", "prompt")),
-        Spec("json-answers", "json_answers.csv", {"dtype": "dtype"}, shows({"valid": "valid", "equal to bf16's": "equal",
-             "mean share before the first other token": "tokens_before_the_first_that_differs"})),
+        Spec("json-answers", "json_answers.csv", {"dtype": "dtype"}, shows({"valid": "valid", "equal to bf16's":
+             "equal", "mean share before the first other token": "tokens_before_the_first_that_differs"})),
         Spec("generate-yarn", {f"{FOLDER}/yarn-calibrated.json": CALIBRATED,
              f"{FOLDER}/yarn-uncalibrated.json": UNCALIBRATED}, KL, kl, ("text", "prompt"), prepare=behind("text",
              "prompt")),
