@@ -19,7 +19,7 @@ RELEASE = REPO / "benchmarks" / "results" / "release"
 RELEASED = ("README.md", "docs/speed.md", "docs/server.md")
 PAGES = ("README.md", "docs/index.md", *(f"docs/{name}.md" for name in ("speed", "server", "internals")),
          "benchmarks/README.md", "benchmarks/results/README.md")  # fmt: skip
-MADE = ("README.md", "docs/cards.md",
+MADE = ("README.md", "docs/calibration.md", "docs/cards.md",
         *(f"docs/{name}.md" for name in ("speed", "server", "internals", "quality", "reliability")),
         "overlay/packed_kv/planning/measured.json")  # fmt: skip
 COMMIT = re.compile(r"\b(?=[0-9a-f]*[0-9])(?=[0-9a-f]*[a-f])[0-9a-f]{7,40}\b")
