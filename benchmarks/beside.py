@@ -21,7 +21,7 @@ from packed_kv.codecs.latent import LatentCodec
 from packed_kv.formats import FORMATS
 from packed_kv.kernels.cuda import kernel, nvrtc
 from packed_kv.kernels.cuda.source import Source
-from pair_kernels import Layers, interleaved
+from pair_kernels import Heads, Layers, interleaved
 
 Round = Callable[[], None]
 
@@ -68,7 +68,7 @@ def main() -> None:
     for words in asked.pairs:
         name, *numbers = words.split(":")
         requests, context, group, queries, *recent = map(int, numbers)
-        pairs = Layers(name, requests, context, *(recent or [0]), group=group, query_tokens=queries)
+        pairs = Layers(name, requests, context, *(recent or [0]), heads=Heads(group=group), query_tokens=queries)
         compare(words, asked.sources, len(pairs.caches), lambda pairs=pairs: pairs.rounds("cuda", None, 128)["cuda"])
 
 

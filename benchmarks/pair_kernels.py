@@ -1,18 +1,19 @@
 """Time of the decode kernels a layer: rotate the query, attend over packed pages, merge and rotate back.
 
     python benchmarks/pair_kernels.py [--dtypes NAME ...] [--kernels triton cuda] [--recent N] [--spread S]
-        [--means {one,blocks}] [--key-bits BITS ...] [--group N ...] [--query-tokens N ...] [--csv FILE]
+        [--means {one,blocks}] [--key-bits BITS ...] [--group N ...] [--query-tokens N ...] [--kv-heads N]
+        [--head-dim N] [--csv FILE]
 
 Caches of several layers are used in turn, so that the L2 does not serve them; a CUDA graph holds one round, and its
 replays are timed with events, one kernel's and then another's, several times over. `attention` is without the rotation
 of the query: the decode kernel and, where one follows, the merge. `bandwidth` is the packed bytes over that, as a share
-of what a copy of 4 GB moves on the same card. 8 KV heads of 128 channels, and --group query heads of each: 4, as in an
-8B model, if it is not given. --query-tokens is the new tokens of a request, its drafts included. With --spread S
-requests have 1 - S to 1 + S times the context, in any order. With --means keys have one mean, or one of each block of
-positions; its product with the queries is made beside their rotation. With --key-bits the kernels are timed over pages
-whose groups of K have these bits, too, in turns with those of the dtype's own widths. The kernels `bf16` and `fp8` are
-FlashAttention 3 of vLLM over such pages of the same batch, its own scheduler included. --schedulers times the CUDA
-kernel's scheduler, which runs once per step, too.
+of what a copy of 4 GB moves on the same card. --kv-heads heads of --head-dim channels, and --group query heads of each:
+8 of 128, and 4, as in an 8B model, if they are not given. --query-tokens is the new tokens of a request, its drafts
+included. With --spread S requests have 1 - S to 1 + S times the context, in any order. With --means keys have one mean,
+or one of each block of positions; its product with the queries is made beside their rotation. With --key-bits the
+kernels are timed over pages whose groups of K have these bits, too, in turns with those of the dtype's own widths. The
+kernels `bf16` and `fp8` are FlashAttention 3 of vLLM over such pages of the same batch, its own scheduler included.
+--schedulers times the CUDA kernel's scheduler, which runs once per step, too.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import statistics
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import triton
@@ -45,9 +47,8 @@ from launchers import decode, merge, rotate_query
 
 SHAPES = ((32, 8192), (128, 2048), (1, 32768), (8, 32768))
 LAYERS, QUERY_HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE = 4, 32, 8, 128, 16
-ROPE = Rope(tuple(10000.0 ** (-2 * pair / HEAD_DIM) for pair in range(HEAD_DIM // 2)))
-FLASH = {"bf16": 4 * HEAD_DIM, "fp8": 2 * HEAD_DIM}
-"""Kernels of FlashAttention 3, and the bytes of a slot."""
+FLASH = {"bf16": 4, "fp8": 2}
+"""Kernels of FlashAttention 3, and the bytes of a channel of a slot."""
 TILE_TOKENS = cuda.TILE_BLOCKS * MICRO_BLOCK
 
 
@@ -59,31 +60,47 @@ def copy_bandwidth() -> float:
     return 2 * source.numel() / milliseconds * 1e3
 
 
+class Heads(NamedTuple):
+    """KV heads, the channels and query heads of each, and the bits of K's groups; None: the dtype's."""
+
+    count: int = KV_HEADS
+    channels: int = HEAD_DIM
+    group: int = QUERY_HEADS // KV_HEADS
+    key_bits: tuple[int, ...] | None = None
+
+    def rope(self) -> Rope:
+        """Return the rotation of positions of such heads."""
+        return Rope(tuple(10000.0 ** (-2 * pair / self.channels) for pair in range(self.channels // 2)))
+
+
+HEADS = Heads()
+
+
 class Layers:
     """A batch and several layers' caches of it, of random codes and of scales as data has them.
 
-    `means`: of keys, "one", "blocks" of positions, or None. `group`: query heads of a KV head. `query_tokens`: of a
-    request. `key_bits`: of K's groups; None: the dtype's.
+    `means`: of keys, "one", "blocks" of positions, or None. `query_tokens`: of a request.
     """
 
     def __init__(
         self, name: str, requests: int, context: int, recent: int, spread: float = 0, means: str | None = None,
-        group: int = QUERY_HEADS // KV_HEADS, query_tokens: int = 1, key_bits: tuple[int, ...] | None = None,
+        heads: Heads = HEADS, query_tokens: int = 1,
     ) -> None:  # fmt: skip
+        self.heads, (kv_heads, head_dim, group, key_bits) = heads, heads
         keys = ChannelCalibration(group_bits=key_bits)
         if means:
-            mean, first_mean = torch.randn(KV_HEADS, HEAD_DIM), torch.randn(KV_HEADS, HEAD_DIM)
-            rope = ROPE if means == "blocks" else None
+            mean, first_mean = torch.randn(kv_heads, head_dim), torch.randn(kv_heads, head_dim)
+            rope = heads.rope() if means == "blocks" else None
             keys = ChannelCalibration(mean=mean, first_mean=first_mean, rope=rope, group_bits=key_bits)
         positions = int((1 + spread) * context) if means == "blocks" else None
-        self.codec = PagedCodec(FORMATS[name], HEAD_DIM, keys, device="cuda", positions=positions)
+        self.codec = PagedCodec(FORMATS[name], head_dim, keys, device="cuda", positions=positions)
         self.page = self.codec.layout
         self.means = Means.of(self.codec.key.transform)
         blocks, slot_bytes = requests * context // BLOCK_SIZE, self.codec.slot_bytes
-        shape = (blocks, KV_HEADS, BLOCK_SIZE, slot_bytes)
+        shape = (blocks, kv_heads, BLOCK_SIZE, slot_bytes)
         self.caches = [torch.randint(0, 256, shape, dtype=torch.uint8, device="cuda") for _ in range(LAYERS)]
         for cache in self.caches:
-            scales = cache.view(blocks, KV_HEADS, BLOCK_SIZE // 16, -1)[..., self.page.plane(0, "scales").offset :]
+            scales = cache.view(blocks, kv_heads, BLOCK_SIZE // 16, -1)[..., self.page.plane(0, "scales").offset :]
             scales.copy_(torch.randint(0x64, 0x74, scales.shape, dtype=torch.uint8, device="cuda"))
         steps = [1 - spread + spread * (2 * i + 1) / requests for i in torch.randperm(requests).tolist()]
         lengths = [int(step * context) // BLOCK_SIZE * BLOCK_SIZE for step in steps]
@@ -91,7 +108,7 @@ class Layers:
         self.tables = [_deal_out(torch.randperm(blocks), lengths) for _ in self.caches]
         self.group, self.query_tokens = group, query_tokens
         self.query = torch.randn(
-            requests * query_tokens, group * KV_HEADS, HEAD_DIM, device="cuda", dtype=torch.bfloat16
+            requests * query_tokens, group * kv_heads, head_dim, device="cuda", dtype=torch.bfloat16
         )
         self.outputs = [torch.empty_like(self.query) for _ in self.caches]
         self.output = self.outputs[-1]
@@ -103,12 +120,13 @@ class Layers:
         self.rings = [self._ring(requests, context, recent) if recent else None for _ in self.caches]
 
     def _ring(self, requests: int, context: int, recent: int) -> Ring:
+        kv_heads, head_dim, *_ = self.heads
         block_size, stored = 8, recent + self.query_tokens - 1
         each = stored // block_size + 2
         cache = torch.randint(
-            0, 256, (requests * each, KV_HEADS, block_size, ring_slot_bytes(HEAD_DIM)), dtype=torch.uint8, device="cuda"
+            0, 256, (requests * each, kv_heads, block_size, ring_slot_bytes(head_dim)), dtype=torch.uint8, device="cuda"
         )
-        cache[..., 2 * HEAD_DIM :] = 0x60
+        cache[..., 2 * head_dim :] = 0x60
         entries = torch.arange(-(-context // block_size), device="cuda") % each
         table = torch.arange(requests, device="cuda")[:, None] * each + entries
         first = torch.full((requests,), context - stored, dtype=torch.int32, device="cuda")
@@ -118,33 +136,34 @@ class Layers:
         """Attention of all layers by `kernel`, with the rotation of the query and without."""
         if kernel in FLASH:
             return self._rounds_of_flash(kernel)
+        kv_heads, head_dim, *_ = self.heads
         requests, group, tokens = len(self.seq_lens), self.group, len(self.query)
-        forward = rotation_matrix(self.codec.key, KV_HEADS)
-        backward = rotation_matrix(self.codec.value, KV_HEADS, inverse=True)
+        forward = rotation_matrix(self.codec.key, kv_heads)
+        backward = rotation_matrix(self.codec.value, kv_heads, inverse=True)
         sm_count = torch.cuda.get_device_properties(0).multi_processor_count
         generation = generation_of(torch.cuda.get_device_capability(0))
-        shape = decode_module.DecodeShape(KV_HEADS, group, HEAD_DIM)
+        shape = decode_module.DecodeShape(kv_heads, group, head_dim)
         grid = grids.Grid(1, splits or shape.splits(requests, self.query_tokens, sm_count, generation), is_final=False)
         if kernel == "cuda" and splits is None:
-            inputs = grids.grid_inputs(self.page, KV_HEADS, sm_count)
+            inputs = grids.grid_inputs(self.page, kv_heads, sm_count)
             columns = grids.column_count(group, self.query_tokens)
             passes = grids.pass_count(group, self.query_tokens)
             grid = grids.grid(requests * passes, inputs, columns)
-        rotated = torch.empty(tokens, KV_HEADS, group, HEAD_DIM, dtype=torch.float16, device="cuda")
-        parts, schedule = (tokens, group * KV_HEADS, grid.blocks), None
+        rotated = torch.empty(tokens, kv_heads, group, head_dim, dtype=torch.float16, device="cuda")
+        parts, schedule = (tokens, group * kv_heads, grid.blocks), None
         if grid.is_final:
             schedulers = grids.make_schedulers(requests, inputs, {columns: passes}, torch.device("cuda"))
             schedule = schedulers[grids.block_kind(requests * passes, inputs, columns)](self.seq_lens, passes)
-            parts = (grid.blocks, KV_HEADS, columns)
-        partial, stats = (torch.empty(*parts, size, device="cuda") for size in (HEAD_DIM, 2))
+            parts = (grid.blocks, kv_heads, columns)
+        partial, stats = (torch.empty(*parts, size, device="cuda") for size in (head_dim, 2))
         outputs = [output.view(rotated.shape) for output in self.outputs]
         matrix = cuda.pack_matrix(backward)
-        counters = torch.zeros(grid.blocks * KV_HEADS, dtype=torch.int32, device="cuda")
+        counters = torch.zeros(grid.blocks * kv_heads, dtype=torch.int32, device="cuda")
         bias, tiles_a_block = None, None
         if self.means:
-            bias = torch.full((tokens, group * KV_HEADS, 1 + self.means.blocks), float("nan"), device="cuda")
+            bias = torch.full((tokens, group * kv_heads, 1 + self.means.blocks), float("nan"), device="cuda")
             tiles_a_block = self.means.block_tokens // TILE_TOKENS
-        rotation = rotated, HEAD_DIM**-0.5, self.means, self.positions, bias
+        rotation = rotated, head_dim**-0.5, self.means, self.positions, bias
         bound, steps = [], []
         for cache, table, ring, output in zip(self.caches, self.tables, self.rings, outputs, strict=True):
             bound.append(cuda.CudaDecode(self.page, matrix, counters, cache, ring, output, tiles_a_block))
@@ -172,19 +191,20 @@ class Layers:
         """Attention of all layers over pages of bf16 or fp8 by FlashAttention 3, as vLLM calls it."""
         from vllm.v1.attention.backends.fa_utils import flash_attn_varlen_func
 
-        shape = (2, len(self.caches[0]), BLOCK_SIZE, KV_HEADS, HEAD_DIM)
+        kv_heads, head_dim, *_ = self.heads
+        shape = (2, len(self.caches[0]), BLOCK_SIZE, kv_heads, head_dim)
         dtype = torch.bfloat16 if kernel == "bf16" else torch.float8_e4m3fn
         caches = [torch.randn(shape, dtype=torch.bfloat16, device="cuda").to(dtype) for _ in self.caches]
         query, scales = self.query.to(dtype), {}
         if kernel == "fp8":
-            scale = torch.ones(1, device="cuda").expand(len(self.seq_lens), KV_HEADS)
+            scale = torch.ones(1, device="cuda").expand(len(self.seq_lens), kv_heads)
             scales = dict(q_descale=scale, k_descale=scale, v_descale=scale)
 
         def round_of_layers() -> None:
             for cache, table in zip(caches, self.tables, strict=True):
                 flash_attn_varlen_func(
                     query, *cache, out=self.outputs[0], cu_seqlens_q=self.start, max_seqlen_q=self.query_tokens,
-                    seqused_k=self.seq_lens, max_seqlen_k=self.longest, softmax_scale=HEAD_DIM**-0.5, causal=True,
+                    seqused_k=self.seq_lens, max_seqlen_k=self.longest, softmax_scale=head_dim**-0.5, causal=True,
                     block_table=table, fa_version=3, **scales,
                 )  # fmt: skip
 
@@ -197,12 +217,12 @@ def _deal_out(blocks: torch.Tensor, lengths: list[int]) -> torch.Tensor:
     return torch.nn.utils.rnn.pad_sequence(list(parts), batch_first=True).to("cuda", torch.int32)
 
 
-def time_schedulers() -> None:
+def time_schedulers(heads: Heads) -> None:
     """Print the time of the schedule of a step, which serves all layers."""
     sm_count = torch.cuda.get_device_properties(0).multi_processor_count
     for max_num_seqs in (128, 256, 1024):
         for requests in (n for n in (4, 32, 128, 256, 1024) if n <= max_num_seqs):
-            inputs, columns = grids.GridInputs(KV_HEADS, HEAD_DIM, sm_count), 4
+            inputs, columns = grids.GridInputs(heads.count, heads.channels, sm_count), 4
             schedulers = grids.make_schedulers(max_num_seqs, inputs, {columns: 1}, torch.device("cuda"))
             scheduler = schedulers[grids.block_kind(requests, inputs, columns)]
             seq_lens = torch.randint(1, 20000, (requests,), dtype=torch.int32, device="cuda")
@@ -248,6 +268,8 @@ def main() -> None:
     parser.add_argument("--key-bits", type=int, nargs="+", help="of K's groups, beside the dtype's (default: none)")
     parser.add_argument("--group", type=int, nargs="+", default=[4], help="query heads of a KV head (default: 4)")
     parser.add_argument("--query-tokens", type=int, nargs="+", default=[1], help="of a request (default: 1)")
+    parser.add_argument("--kv-heads", type=int, default=KV_HEADS, help="heads of K and V (default: 8)")
+    parser.add_argument("--head-dim", type=int, default=HEAD_DIM, help="channels of a head (default: 128)")
     parser.add_argument("--schedulers", action="store_true", help="time the schedulers, too")
     parser.add_argument("--shapes", nargs="+", default=[f"{n}x{context}" for n, context in SHAPES], metavar="NxCONTEXT")
     parser.add_argument("--splits", type=int, help="of a warp each (default: the grid that the backend takes)")
@@ -262,6 +284,7 @@ def main() -> None:
     made_with = {**machine(with_vllm=False), "commit": options.commit or commit_here()}
     bandwidth = copy_bandwidth()
     print(f"copy: {bandwidth / 1e12:.2f} TB/s")
+    heads = Heads(options.kv_heads, options.head_dim)
     shapes = [tuple(map(int, shape.split("x"))) for shape in options.shapes]
     for name in options.dtypes:
         cases = itertools.product(shapes, options.group, options.query_tokens)
@@ -269,26 +292,30 @@ def main() -> None:
             rounds: dict[str, Callable[[], None]] = {}
             measured: dict[str, tuple[str, tuple[int, ...] | None]] = {}
             for bits in (None, tuple(options.key_bits)) if options.key_bits else (None,):
-                settings = options.recent, options.spread, options.means, group, query_tokens, bits
-                layers = Layers(name, requests, context, *settings)
+                settings = options.recent, options.spread, options.means
+                layers = Layers(
+                    name, requests, context, *settings, heads._replace(group=group, key_bits=bits), query_tokens
+                )
                 for kernel in (kernel for kernel in options.kernels if bits is None or kernel not in FLASH):
                     label = f"{kernel} K {bits}" if bits else kernel
                     measured[label] = kernel, bits
                     found = layers.rounds(kernel, options.splits, options.max_registers)
                     rounds |= {label: found[kernel], f"{label} all": found[f"{kernel} all"]}
             times = interleaved(rounds)
-            packed = layers.tokens * KV_HEADS * FORMATS[name].slot_bytes(HEAD_DIM)
+            slot_bytes = FORMATS[name].slot_bytes(heads.channels)
+            packed = layers.tokens * heads.count * slot_bytes
             for label, (kernel, bits) in measured.items():
                 (p20, p50, p80), attention = times[f"{label} all"], times[label]
                 share = packed / (attention[1] * 1e-6) / bandwidth
                 if kernel in FLASH:
-                    share *= FLASH[kernel] / FORMATS[name].slot_bytes(HEAD_DIM)
+                    share *= FLASH[kernel] * heads.channels / slot_bytes
                 case = f"{name:13} {requests:4} x {context:5}, {group} x {query_tokens} columns  {label:6}"
                 print(f"{case}  {p50:7.1f} us, attention and merge {attention[1]:7.1f} us, {share:5.1%}", flush=True)
                 row: dict[str, object] = {
                     "dtype": name, "requests": requests, "context": context, "spread": f"{options.spread:g}",
                     "recent": options.recent, "means": options.means or "none",
                     "key_bits": " ".join(map(str, bits or ())),
+                    "kv_heads": heads.count, "head_dim": heads.channels,
                     "group": group, "query_tokens": query_tokens, "kernel": kernel,
                     "p20_us": f"{p20:.1f}", "p50_us": f"{p50:.1f}", "p80_us": f"{p80:.1f}",
                     "attention_p50_us": f"{attention[1]:.1f}", "bandwidth": f"{share:.3f}",
@@ -296,7 +323,7 @@ def main() -> None:
                 if options.csv:
                     append(options.csv, {**row, **made_with})
     if options.schedulers:
-        time_schedulers()
+        time_schedulers(heads)
 
 
 if __name__ == "__main__":

@@ -63,13 +63,13 @@ def latents(shapes: Shapes, heads: list[int]) -> Iterator[Case]:
 
 
 def pairs(shapes: Shapes) -> Iterator[Case]:
-    from pair_kernels import Layers
+    from pair_kernels import Heads, Layers
 
     cases = itertools.product(shapes, COLUMNS, PAIR_CODES, SETTINGS)
     for (requests, context), (group, queries), name, (recent, spread, means) in cases:
 
-        def make(of=(name, requests, context, recent, spread, means, group, queries)):
-            layers = Layers(*of)
+        def make(of=(name, requests, context, recent, spread, means), group=group, queries=queries):
+            layers = Layers(*of, Heads(group=group), queries)
             yield layers.rounds("cuda", None, 128)["cuda"], None, layers.outputs
 
         yield f"{requests} x {context}, {group} x {queries} columns, {name}, window {recent}, means {means}", make

@@ -80,19 +80,16 @@ def batches() -> Iterator[Any]:
 
 @pytest.mark.parametrize(("name", "head_dim", "group", "query_tokens", "recent", "means"), list(batches()))
 def test_pairs(
-    name: str, head_dim: int, group: int, query_tokens: int, recent: int, means: str | None,
-    monkeypatch: pytest.MonkeyPatch,
+    name: str, head_dim: int, group: int, query_tokens: int, recent: int, means: str | None
 ) -> None:  # fmt: skip
     """Batches of each kind of grid: blocks that write the output, of few and many requests, and splits for `merge`."""
     import pair_kernels
-    from packed_kv.model.rope import Rope
 
     torch.manual_seed(head_dim)
-    monkeypatch.setattr(pair_kernels, "HEAD_DIM", head_dim)
-    monkeypatch.setattr(pair_kernels, "ROPE", Rope(tuple(1e4 ** (-2 * i / head_dim) for i in range(head_dim // 2))))
     spread = 0 if recent else 0.5  # rings are of equal lengths
     for requests, context in ((40, 1280), (150, 640), (1, 5120)):
-        layers = pair_kernels.Layers(name, requests, context, recent, spread, means, group, query_tokens)
+        settings = recent, spread, means, pair_kernels.Heads(8, head_dim, group), query_tokens
+        layers = pair_kernels.Layers(name, requests, context, *settings)
         run = layers.rounds("cuda", None, 128)["cuda"]
         assert not rounds_that_differ(run, layers.outputs), (requests, context)
 
@@ -102,6 +99,6 @@ def test_several_passes(name: str) -> None:
     """Query tokens of more columns than a pass serves."""
     import pair_kernels
 
-    layers = pair_kernels.Layers(name, 20, 1280, 64, 0, None, 8, 20)
+    layers = pair_kernels.Layers(name, 20, 1280, 64, 0, None, pair_kernels.Heads(group=8), 20)
     run = layers.rounds("cuda", None, 128)["cuda"]
     assert not rounds_that_differ(run, layers.outputs)
