@@ -34,6 +34,9 @@ memcheck_cases=(
     "tests/kernels/cuda/test_cuda_decode.py::test_pages[{'name': 'isoquant4', 'seq_lens': (1, 37, 300)}]"
     "tests/kernels/cuda/test_cuda_decode.py::test_pages[{'name': 'turboquant25', 'head_dim': 64, 'kv_heads': 1, 'group': 2, 'query_lens': (4, 0, 3), 'seq_lens': (9, 5, 70), 'block_size': 32, 'splits': Grid(warps=1, blocks=5, is_final=False)}]"
     "tests/kernels/cuda/test_cuda_decode.py::test_recent_tokens[{'name': 'turboquant35', 'head_dim': 64, 'kv_heads': 1, 'requests': ((90, 0), (60, 50), (20, 20)), 'query_lens': (3, 2, 1), 'recent': 16, 'group': 2, 'block_size': 4}]"
+    # Heads of 256: blocks that combine their warps, and undo V's rotation in turns; a warp's splits.
+    "tests/kernels/cuda/test_cuda_decode.py::test_recent_tokens[{'name': 'turboquant35', 'head_dim': 256, 'kv_heads': 1, 'group': 6, 'recent': 64, 'requests': ((700, 0), (60, 50), (20, 20)), 'query_lens': (1, 1, 1), 'splits': Grid(warps=4, blocks=2, is_final=True)}]"
+    "tests/kernels/cuda/test_cuda_decode.py::test_pages[{'name': 'turboquant25', 'head_dim': 256, 'kv_heads': 1, 'group': 2, 'query_lens': (2, 0, 1), 'seq_lens': (9, 5, 70), 'block_size': 32, 'splits': Grid(warps=1, blocks=5, is_final=False)}]"
     # 64 columns: two warpgroups (isoquant4), and a team of warps (isoquant3). 32 columns of a warp, with the recent window.
     "tests/kernels/cuda/test_cuda_decode.py::test_pages[{'name': 'isoquant4', 'kv_heads': 1, 'group': 16, 'query_lens': (4, 3), 'seq_lens': (1100, 70), 'splits': Grid(warps=4, blocks=2, is_final=True)}]"
     "tests/kernels/cuda/test_cuda_decode.py::test_pages[{'name': 'isoquant3', 'kv_heads': 1, 'group': 16, 'query_lens': (4, 3), 'seq_lens': (2100, 70), 'splits': Grid(warps=4, blocks=2, is_final=True)}]"

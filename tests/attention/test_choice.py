@@ -16,9 +16,10 @@ from packed_kv.refusals.table import Refused
     [
         ("auto", 128, 1, (9, 0), "CUDA (GQA group 4, 1 query token per request, at most 64)"),
         ("auto", 128, 5, (9, 0), "CUDA (GQA group 4, 5 query tokens per request, at most 64)"),
-        ("auto", 80, 1, (9, 0), "Triton (the CUDA kernel does not support head size 80 (only 64 and 128))"),
+        ("auto", 80, 1, (9, 0), "Triton (the CUDA kernel does not support head size 80 (only 64, 128 and 256))"),
         ("triton", 128, 1, (9, 0), "Triton (the CUDA kernel is disabled by decode_kernel=triton)"),
         ("cuda", 128, 5, (9, 0), "CUDA (GQA group 4, 5 query tokens per request, at most 64)"),
+        ("auto", 256, 1, (9, 0), "CUDA (GQA group 4, 1 query token per request, at most 2)"),
         ("cuda", 128, 5, (12, 1), "CUDA (GQA group 4, 5 query tokens per request, at most 8)"),
         (
             "auto", 128, 5, (12, 1),
@@ -43,7 +44,7 @@ def test_one_line_names_the_kernel_and_why(
 @pytest.mark.parametrize(
     ("layer", "capability", "reason"),
     [
-        (Pairs(FORMATS["tq4"], 80, 4), (9, 0), "head size 80 (only 64 and 128)"),
+        (Pairs(FORMATS["tq4"], 80, 4), (9, 0), "head size 80 (only 64, 128 and 256)"),
         (Pairs(FORMATS["tq4"], 128, 4), (8, 9), "compute capability 8.9 (only 9.0, 10.0 and 12.0)"),
         (Pairs(FORMATS["tq4"], 128, 16), (10, 3), "16 query heads per KV head times 3 query tokens (at most 2 tokens)"),
         (

@@ -117,7 +117,7 @@ def test_what_is_planned_with_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits.current_platform, "get_device_capability", lambda: (12, 0))
     assert metrics.planned_kernel(config("b", heads=32, kernel="cuda", head_size=128)).kernel == "CUDA"
     refused = metrics.planned_kernel(config("b", heads=32, kernel="cuda", head_size=256))
-    assert refused.reason == "the CUDA kernel does not support head size 256 (only 64 and 128)"
+    assert refused.reason == "the CUDA kernel does not support head size 256 on compute capability 12.0 (only 9.0)"
 
 
 def test_on_a_cpu_the_compiler_decides(monkeypatch: pytest.MonkeyPatch) -> None:

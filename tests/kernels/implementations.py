@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from launchers import decode, merge
 from packed_kv.formats import GROUP_SIZE
-from packed_kv.kernels.cuda import grids, launch, pass_tokens
+from packed_kv.kernels.cuda import LARGE_HEAD, grids, launch, pass_tokens
 from packed_kv.kernels.cuda.schedule import PART_SHIFT, SLOT_SHIFT, item_count
 from packed_kv.layout import PageLayout
 from schedules import reference_schedule
@@ -36,10 +36,13 @@ def attend_pages(
     tokens, kv_heads, group, head_dim = query.shape
     columns = 0 if kernel == "triton" else grids.column_count(group, max_query_len)
     passes = 1 if kernel == "triton" else grids.pass_count(group, max_query_len)
-    warps = 8 if columns <= 8 else head_dim // GROUP_SIZE
+    warps = head_dim // GROUP_SIZE
+    if columns <= 8:
+        warps = grids.LARGE_WARPS if head_dim == LARGE_HEAD else 8
     shape = splits if isinstance(splits, grids.Grid) else grids.Grid(warps, splits, is_final=True)
     # Without a final grid, a warp of a narrow block is a split, and so is a team.
-    assert kernel == "triton" or shape.is_final or shape.warps == 1 or columns > grids.NARROW, (shape, columns)
+    is_team = grids.is_wide(columns, head_dim)
+    assert kernel == "triton" or shape.is_final or shape.warps == 1 or is_team, (shape, columns)
     rows, schedule = (tokens, kv_heads * group, shape.blocks), None
     if kernel != "triton" and shape.is_final:
         schedule = make_schedule(seq_lens.repeat_interleave(passes), shape)

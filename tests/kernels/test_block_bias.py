@@ -181,6 +181,13 @@ def test_bias_of_blocks(kernel: str, options: dict[str, Any]) -> None:
         # Two warpgroups: a tile has two blocks of means.
         {"name": "isoquant4", "head_dim": 128, "requests": ((600, 0), (300, 260)), "group": 16, "query_lens": (2, 1),
          "recent": 40, "tiles_a_block": 1, "blocks": 20, "size": 20, "splits": Grid(4, 2, True)},
+        # Heads of 256: parts that begin inside of a block of means, and blocks of one warp.
+        {"name": "turboquant35", "head_dim": 256, "requests": ((1100, 0), (600, 560)), "group": 6, "recent": 100,
+         "tiles_a_block": 3, "blocks": 12, "splits": Grid(4, 2, True)},
+        {"name": "tq4", "head_dim": 256, "requests": ((330, 0), (70, 0)), "query_lens": (1, 2), "group": 2,
+         "recent": 32, "splits": Grid(1, 5, False)},
+        gpu_only(name="tq4", requests=((9000, 0), (5000, 0), (33, 0)), head_dim=256, kv_heads=4, group=6,
+                 tiles_a_block=8, blocks=40, recent=64, splits=Grid(4, 99, True)),
         gpu_only(name="turboquant25", requests=((9000, 0), (5000, 0)), query_lens=(4, 1), group=12, head_dim=128,
                  kv_heads=8, tiles_a_block=4, blocks=80, recent=64, splits=Grid(4, 33, True)),
         gpu_only(name="tq4", requests=((9000, 0), (5000, 0), (33, 0)), head_dim=128, kv_heads=8, tiles_a_block=8,

@@ -21,7 +21,7 @@ import pytest
 import torch
 from machine_code import Code, Frame, Instruction, is_shared_load, loads_under_way, reached
 from packed_kv.formats import FORMATS
-from packed_kv.kernels.cuda import COLUMNS, HEAD_DIMS, grids, latent_launch, launch, nvrtc
+from packed_kv.kernels.cuda import COLUMNS, HEAD_DIMS, grids, latent_launch, launch, most_columns, nvrtc
 from packed_kv.kernels.cuda.source import LATENT, Source, read_sources
 from packed_kv.layout import latent_layout, page_layout, row_layout
 
@@ -102,13 +102,15 @@ def pairs() -> Iterator[Variant]:
     for number, (name, head_dim, columns, ring) in enumerate(
         itertools.product(LAYOUTS, HEAD_DIMS, grids.COLUMN_COUNTS, (0, 8))
     ):
+        if columns > most_columns(head_dim, COLUMNS):
+            continue
         page = page_layout(FORMATS[name], head_dim)
         inputs = grids.grid_inputs(page, 8, 132)
         seen = set()
         for rest in everything if every else [everything[number * 7 % len(everything)]]:
             (is_few, is_final), (has_bias, tiles), (dtype, has_lse), passes = rest
             warps = grids.block_kinds(inputs, columns)[0 if is_few else 1].warps
-            if not is_final and columns <= grids.NARROW:
+            if not is_final and not grids.is_wide(columns, head_dim):
                 warps = 1
             variant = launch.PairVariant(
                 warps, is_final, columns, 16, ring, 64, has_bias, dtype, has_lse and is_final, tiles,
@@ -120,7 +122,7 @@ def pairs() -> Iterator[Variant]:
             constants = launch.constants(page, 8, 4, variant)
             source = launch.source_of(constants)
             wide = "roles_unpack.cuh" if int(constants["UNPACKERS"]) else "wide.cuh"
-            file = wide if columns > grids.NARROW else "narrow.cuh"
+            file = wide if grids.is_wide(columns, head_dim) else "narrow.cuh"
             label = f"{name}-{head_dim}-{columns}-{ring}" + (f"-{len(seen)}" if every else "")
             yield Variant(label, source, constants, "decode", file)
 

@@ -23,6 +23,7 @@ MOST = 3e-3
         {"seq_lens": (0, 37)},
         {"seq_lens": (0, 37), "kernel": "cuda", "splits": Grid(1, 5, False)},
         {"seq_lens": (0, 37, 1700), "kernel": "cuda", "splits": Grid(2, 3, True)},
+        {"seq_lens": (0, 37, 1700), "kernel": "cuda", "head_dim": 256, "group": 6, "splits": Grid(4, 2, True)},
         {"seq_lens": (40,), "query_lens": (2,), "splits": 2, "soft_cap": 5.0, "transformed": True},
         {"seq_lens": (40,), "splits": 1, "sinks": torch.bfloat16, "transformed": True},
         {"seq_lens": (40,), "transformed": True},

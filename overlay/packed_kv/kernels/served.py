@@ -115,6 +115,7 @@ def longest_of(kernel: str, layer: Pairs | Latents, columns: int = cuda.COLUMNS)
     CUDA graphs need it; of picked latents any number, as each token is to it what a request is to others. columns: the
     most that the CUDA kernel has on the GPU."""
     if isinstance(layer, Pairs):
+        columns = cuda.most_columns(layer.head_dim, columns)
         return max(1, cuda.longest_query(layer.group, columns) if kernel == CUDA else TRITON_COLUMNS // layer.group)
     return cuda.LATENT_ROWS // layer.heads if kernel == CUDA and not layer.are_picked else ANY
 
@@ -127,7 +128,7 @@ def cuda_lacks(engine: Engine, layer: Pairs | Latents) -> str | None:
     if not generation.cuda_columns:
         return f"{_capability(engine.capability)} (only {_those(lambda x: x.cuda_columns)})"
     if isinstance(layer, Pairs):
-        lacks = _pairs_cuda_lacks(engine, layer, generation.cuda_columns)
+        lacks = _pairs_cuda_lacks(engine, layer, generation)
     elif not generation.has_wgmma:
         lacks = f"latents on {_capability(engine.capability)} (only {_those(lambda x: x.has_wgmma)}, for its wgmma)"
     else:
@@ -145,10 +146,15 @@ def _those(serves: Callable[[Generation], object]) -> str:
     return f"{', '.join(others)} and {last}" if others else last
 
 
-def _pairs_cuda_lacks(engine: Engine, layer: Pairs, columns: int) -> str | None:
-    group, query_len, longest = layer.group, engine.longest_decode, cuda.longest_query(layer.group, columns)
+def _pairs_cuda_lacks(engine: Engine, layer: Pairs, generation: Generation) -> str | None:
+    group, query_len = layer.group, engine.longest_decode
+    longest = cuda.longest_query(group, cuda.most_columns(layer.head_dim, generation.cuda_columns))
     if layer.head_dim not in cuda.HEAD_DIMS:
-        return f"head size {layer.head_dim} (only {' and '.join(map(str, cuda.HEAD_DIMS))})"
+        *others, last = cuda.HEAD_DIMS
+        return f"head size {layer.head_dim} (only {', '.join(map(str, others))} and {last})"
+    if layer.head_dim == cuda.LARGE_HEAD and not generation.is_seen:
+        lacks = f"head size {layer.head_dim} on {_capability(generation.capability)}"
+        return f"{lacks} (only {_those(lambda x: x.is_seen)})"
     if layer.value_dim not in (None, layer.head_dim):
         return f"value heads of {layer.value_dim} channels beside key heads of {layer.head_dim}"
     if query_len > longest:

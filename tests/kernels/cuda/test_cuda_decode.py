@@ -81,6 +81,12 @@ def gpu_only(**options: Any) -> Any:
         # Passes: a request of three, of one, of none; one part has tiles of some passes only.
         {"name": "isoquant4", "head_dim": 64, "kv_heads": 1, "group": 12, "query_lens": (13, 2, 0),
          "seq_lens": (1037, 40, 9), "splits": Grid(2, 4, True)},
+        # Heads of 256: each query twice, and once.
+        {"name": "turboquant25", "head_dim": 256, "kv_heads": 1, "group": 2, "query_lens": (2, 0, 1),
+         "seq_lens": (9, 5, 70), "block_size": 32, "splits": Grid(1, 5, False)},
+        {"name": "tq4", "head_dim": 256, "kv_heads": 1, "group": 6, "seq_lens": (1100, 37, 0, 1),
+         "splits": Grid(4, 2, True)},
+        {"name": "tq3", "head_dim": 256, "kv_heads": 1, "group": 3, "seq_lens": (300, 16), "dtype": torch.float32},
         gpu_only(name="tq4", group=16, query_lens=(16, 5), seq_lens=(3000, 100), splits=Grid(4, 66, True)),
         gpu_only(name="turboquant25", group=6, query_lens=(16, 1), seq_lens=(3000, 100), splits=Grid(4, 9, False)),
         gpu_only(name="isoquant3", kv_heads=1, seq_lens=(64, 50)),
@@ -122,6 +128,7 @@ def test_pages(options: dict[str, Any]) -> None:
     [
         {"name": "turboquant35", "seq_lens": (1, 40)},
         {"name": "tq4", "group": 16, "query_lens": (1, 2), "seq_lens": (1, 40), "splits": Grid(2, 3, True)},
+        {"name": "turboquant35", "head_dim": 256, "group": 6, "seq_lens": (40, 550)},
         gpu_only(name="tq4", seq_lens=(1, 40)),
         gpu_only(name="turboquant25", group=16, query_lens=(3, 4), seq_lens=(3, 50), splits=Grid(2, 3, True)),
         gpu_only(name="turboquant25", group=2, query_lens=(3, 1), seq_lens=(3, 50)),
@@ -163,6 +170,10 @@ def test_centred_and_scaled_pages(options: dict[str, Any]) -> None:
         # Passes, whose windows begin at other tokens.
         {"name": "isoquant4", "head_dim": 64, "kv_heads": 1, "group": 16, "query_lens": (9, 1), "recent": 16,
          "requests": ((140, 0), (60, 50)), "splits": Grid(2, 3, False)},
+        {"name": "turboquant35", "head_dim": 256, "kv_heads": 1, "group": 6, "recent": 64,
+         "requests": ((700, 0), (60, 50), (20, 20)), "query_lens": (1, 1, 1), "splits": Grid(4, 2, True)},
+        {"name": "tq4", "head_dim": 256, "kv_heads": 1, "group": 2, "recent": 64, "requests": ((300, 0), (60, 50)),
+         "query_lens": (2, 1), "splits": Grid(1, 6, False)},
         gpu_only(name="tq3", group=8, query_lens=(16, 12), recent=64, requests=((700, 0), (900, 800)),
                  splits=Grid(4, 8, True)),
         gpu_only(name="isoquant4", group=16, query_lens=(4, 1, 3), splits=Grid(4, 8, True)),
@@ -204,6 +215,26 @@ def test_resources(name: str, centred: bool, columns: int, tmp_path: Path) -> No
     spilled = 16 if columns <= 16 else 0 if int(values["UNPACKERS"]) else 48 if columns == 32 else 192
     assert registers <= 255 and stack <= spilled
     assert generation_of((9, 0)).resident_blocks(registers, shared_bytes, threads // 32) >= blocks
+
+
+@pytest.mark.parametrize("columns", [4, 8])
+@pytest.mark.parametrize("is_final", [True, False], ids=["final", "splits"])
+@pytest.mark.parametrize("name", ["isoquant4", "isoquant3", "turboquant35", "turboquant25"])
+def test_resources_of_heads_of_256(name: str, is_final: bool, columns: int, tmp_path: Path) -> None:
+    """An SM holds three blocks of four warps, or as many warps in blocks of one."""
+    page = page_layout(FORMATS[name], 256)
+    few, many = block_kinds(GridInputs(4, 256, 132), columns)
+    assert few.warps == many.warps == 4 and few.warps_per_sm == 12
+    warps = few.warps if is_final else 1
+    variant = PairVariant(
+        warps, is_final, columns, 16, ring_block=8, recent=64, has_bias=True, output=torch.bfloat16, tiles_a_block=8
+    )
+    values, file = constants(page, 4, 6, variant), tmp_path / "decode.cubin"
+    file.write_bytes(machine_code(Compilation.of(source_of(values), values)))
+    registers, stack, _ = resources(file)["decode"]
+    threads, shared_bytes = block_of(file.read_bytes(), "decode")
+    assert registers <= 168 and stack <= 24
+    assert generation_of((9, 0)).resident_blocks(registers, shared_bytes, threads // 32) >= few.warps_per_sm // warps
 
 
 @pytest.mark.parametrize(
@@ -256,6 +287,13 @@ def test_grid(requests: int, kv_heads: int) -> None:
         assert shape.blocks == requests + math.ceil(1.5 * (132 * 16 // shape.warps // kv_heads))
     else:
         assert shape.blocks == min(128, 132 * 16 // (requests * kv_heads))
+
+
+@pytest.mark.parametrize(("requests", "shape"), [(1, Grid(1, 128, False)), (8, Grid(1, 49, False)),
+                         (32, Grid(4, 32 + 149, True)), (128, Grid(4, 128 + 149, True))])  # fmt: skip
+def test_grid_of_heads_of_256(requests: int, shape: Grid) -> None:
+    """132 SMs hold 396 blocks of 4 warps, or 1,584 of one."""
+    assert grid(requests, GridInputs(4, 256, 132), 8) == shape
 
 
 @pytest.mark.parametrize(("requests", "warps_of_16", "warps_of_32"), [(3, 1, 1), (4, 4, 4), (66, 4, 4), (67, 2, 4)])

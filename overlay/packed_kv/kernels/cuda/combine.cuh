@@ -37,15 +37,17 @@ struct WeightedSum {
     INLINE float lse() const { return (maximum + log2_fast(total)) * 0.6931471805599453f; }
 };
 // A tile of the rotation has 16 output channels; `pack_matrix` of launch.py puts the fragments of two products side by
-// side.
+// side. Of heads of 256 a lane holds one tile at a time.
 constexpr int TILES_PER_WARP = (HEAD_DIM / 16 + WARPS - 1) / WARPS, FRAGMENTS = HEAD_DIM / 16;
+constexpr int TILES_AT_ONCE = HEAD_DIM > 128 ? 1 : TILES_PER_WARP, TURNS = TILES_PER_WARP / TILES_AT_ONCE;
 struct Matrix {
-    Quad fragments[TILES_PER_WARP][FRAGMENTS];
+    Quad fragments[TILES_AT_ONCE][FRAGMENTS];
 
-    INLINE void load(const Arguments& a, int head, int warp, const Lane& lane) {
+    // The warp's tiles of a turn, `first` and every WARPS-th after it.
+    INLINE void load(const Arguments& a, int head, int first, const Lane& lane) {
         const Quad* source = (const Quad*)a.matrix + (u64)head * a.matrix_head_stride + lane.index;
-        for_each<TILES_PER_WARP>([&](auto i) {
-            const int tile = warp + i.value * WARPS;
+        for_each<TILES_AT_ONCE>([&](auto i) {
+            const int tile = first + i.value * WARPS;
             if (tile < HEAD_DIM / 16) for_each<FRAGMENTS>([&](auto f) {
                 fragments[i.value][f.value] = load_constant_16(source + (tile * FRAGMENTS + f.value) * 32);
             });
@@ -59,18 +61,17 @@ INLINE void store_output(const Arguments& a, long long offset, float x) {
     else ((float*)a.output)[offset] = x;
 }
 
-// Stores matrix^T x, with x rounded to tf32, which has fp32's range, and sums in fp32.
-INLINE void rotate_back(const Arguments& a, const Request& request, int head, int warp, const Lane& lane,
-                        const Matrix& matrix, const float* combined) {
-    static_assert(TILES_PER_WARP == 1 || TILES_PER_WARP * WARPS == HEAD_DIM / 16, "all warps have as many tiles, or one");
-    if (warp >= HEAD_DIM / 16) return;
-#pragma unroll(UNPACKERS ? 2 : OCTETS)
+// Stores the channels of a turn's tiles, the first of which is `first`, of matrix^T x, with x rounded to tf32, which has
+// fp32's range, and sums in fp32.
+INLINE void rotate_tiles_back(const Arguments& a, const Request& request, int head, int first, const Lane& lane,
+                              const Matrix& matrix, const float* combined) {
+#pragma unroll(UNPACKERS ? 2 : TURNS > 1 ? 1 : OCTETS)
     for (int octet = 0; octet < OCTETS; octet++) {
         const float* x = combined + (8 * octet + lane.row) % COLUMNS * ROW + lane.column;
-        float sums[TILES_PER_WARP][4] = {};
+        float sums[TILES_AT_ONCE][4] = {};
         for_each<2 * FRAGMENTS>([&](auto k) {
             const u32 low = to_tf32(x[8 * k.value]), high = to_tf32(x[8 * k.value + 4]);
-            for_each<TILES_PER_WARP>([&](auto i) {
+            for_each<TILES_AT_ONCE>([&](auto i) {
                 const Quad& m = matrix.fragments[i.value][k.value / 2];
                 const u32 first = k.value % 2 ? m.z : m.x, second = k.value % 2 ? m.w : m.y;
                 auto tf32 = [](float x) { return __float_as_int(x); };
@@ -78,15 +79,26 @@ INLINE void rotate_back(const Arguments& a, const Request& request, int head, in
                          tf32(high_float(second)), low, high);
             });
         });
-        for_each<4 * TILES_PER_WARP>([&](auto r) {
+        for_each<4 * TILES_AT_ONCE>([&](auto r) {
             const int column = 8 * octet + 2 * lane.column + r.value % 2;
-            const int channel = 16 * (warp + r.value / 4 * WARPS) + lane.row + r.value / 2 % 2 * 8;
+            const int channel = 16 * (first + r.value / 4 * WARPS) + lane.row + r.value / 2 % 2 * 8;
             if (!request.has(column)) return;
             const int token = request.start + column / QUERY_GROUP, member = column % QUERY_GROUP;
             store_output(a, (long long)token * a.output_token_stride +
                                 (long long)(head * QUERY_GROUP + member) * a.output_head_stride + channel,
                          sums[r.value / 4][r.value % 4]);
         });
+    }
+}
+// Stores matrix^T x; `matrix` has the tiles of the first turn.
+INLINE void rotate_back(const Arguments& a, const Request& request, int head, int warp, const Lane& lane,
+                        Matrix& matrix, const float* combined) {
+    static_assert(TILES_PER_WARP == 1 || TILES_PER_WARP * WARPS == HEAD_DIM / 16, "all warps have as many tiles, or one");
+    if (warp >= HEAD_DIM / 16) return;
+#pragma unroll 1
+    for (int turn = 0; turn < TURNS; turn++) {
+        if (turn) matrix.load(a, head, warp + turn * WARPS, lane);
+        rotate_tiles_back(a, request, head, warp + turn * WARPS, lane, matrix, combined);
     }
 }
 

@@ -24,6 +24,7 @@
 //   TILES_A_BLOCK                       tiles of pages that a block of means serves (0: one block serves all)
 //   OUTPUT                              dtype of the output: 0 is fp16, 1 bf16, 2 fp32
 //   WARPS, STAGES, BLOCKS               warps per block, stages per warp, blocks per SM
+//   IS_WIDE                             whether the warps of a block share columns (`wide.cuh`, `roles.cuh`)
 //   UNPACKERS                           warps of a block beside these that only unpack: 4 or 0 (`roles.cuh`)
 //
 // With HAS_PASS_TABLE, a request of the schedule is a pass: the next query tokens of a chunk over its whole prefix, which
@@ -59,7 +60,6 @@ struct Arguments {
 
 #include "ptx.cuh"
 
-constexpr bool IS_WIDE = COLUMNS > 32;
 static_assert(!HAS_PASS_TABLE || (IS_WIDE && IS_FINAL && PASSES == 1), "passes of 64 columns, whose schedule has keys");
 constexpr int STAGE_OWNERS = IS_WIDE ? 1 : WARPS;
 constexpr int TILE_TOKENS = 16 * TILE_BLOCKS, TILE_BYTES = TILE_BLOCKS * MICRO_BLOCK_BYTES;
@@ -106,7 +106,7 @@ INLINE WorkItem shared_work_item() {
 #if UNPACKERS  // 64 columns of codes of 4 bits with head_dim 128: two warpgroups, wgmma
 #include "roles.cuh"
 namespace variant = roles;
-#elif COLUMNS > 32  // other codes and head sizes, and mixed codes: a team of warps, mma
+#elif IS_WIDE  // other codes and head sizes, and mixed codes: a team of warps, mma
 #include "wide.cuh"
 namespace variant = wide;
 #else  // up to 32 columns of all codes: each warp by itself, mma

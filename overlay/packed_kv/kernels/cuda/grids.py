@@ -11,19 +11,27 @@ from ...formats import GROUP_SIZE
 from ...gpu_generations import KIB, Generation, generation_of
 from ...layout import PageLayout
 from ..kernel_layout import kernel_layout
-from . import COLUMNS, pass_tokens
+from . import COLUMNS, LARGE_HEAD, pass_tokens
 from .schedule import Scheduler, item_count
 
 COLUMN_COUNTS = (4, 8, 16, 32, COLUMNS)
 """The columns that kernels are compiled for. Beyond the last, query tokens take several passes over the keys."""
-NARROW = 32
-"""The most columns that warps serve alone. Beyond, a block's warps share one unpacking (`wide.cuh`, `roles.cuh`)."""
+NARROW, NARROW_LARGE = 32, 8
+"""The most columns that warps serve alone, of heads of up to 128 channels and of larger ones. Beyond, a block's warps
+share one unpacking (`wide.cuh`, `roles.cuh`)."""
 REGISTERS = {4: 128, 8: 128, 16: 255, 32: 255, 64: 255}
 """Registers of a lane, by columns, that the kernels are compiled to fit."""
 ROLE_REGISTERS = 128
 """Likewise of blocks with warps that only unpack, on average: these leave some of theirs to the warps that attend."""
 WARP_BYTES = {4: 9 * KIB, 8: 9 * KIB, 16: 11 * KIB, 32: 22 * KIB, 64: 28 * KIB}
 """Shared memory of a warp, by columns: at least its share, for any layout, of what a block of several takes."""
+LARGE_WARPS = 4
+"""Warps of a block over heads of `LARGE_HEAD` channels, whose outputs take twice the registers of those of 128, and
+whose tiles have twice the bytes."""
+LARGE_REGISTERS = {4: 168, 8: 168}
+"""`REGISTERS` of such heads: with 168, an SM holds three blocks; with 255, two."""
+LARGE_WARP_BYTES = {4: 18 * KIB, 8: 18 * KIB}
+"""`WARP_BYTES` of such heads."""
 HOPPER = generation_of((9, 0))
 UNPACKERS = 4
 """Warps of a block that only unpack, where it has any (`roles.cuh`): as many as attend."""
@@ -32,6 +40,11 @@ MAX_FINAL_BLOCKS = 8
 combining several warps costs more than a second launch: blocks of one warp write partial results for `merge`."""
 MAX_SPLITS = 128
 """The most partial results that `merge` combines."""
+
+
+def is_wide(columns: int, head_dim: int) -> bool:
+    """Return whether the warps of a block share columns."""
+    return columns > (NARROW_LARGE if head_dim == LARGE_HEAD else NARROW)
 
 
 class Grid(NamedTuple):
@@ -57,9 +70,15 @@ class GridInputs(NamedTuple):
     generation: Generation = HOPPER
 
     def warps_per_sm(self, columns: int) -> int:
-        """Return how many warps an SM holds, a power of 2, those that only unpack not counted."""
+        """Return how many warps an SM holds, those that only unpack not counted: a power of 2, or of heads of 256
+        channels whole blocks."""
         if self.unpackers and columns > NARROW:
             return self.generation.resident_warps(ROLE_REGISTERS) // 2
+        if self.head_dim == LARGE_HEAD:
+            warps = LARGE_WARPS
+            by_memory = self.generation.shared_bytes // LARGE_WARP_BYTES[columns]
+            most = min(self.generation.resident_warps(LARGE_REGISTERS[columns]), by_memory)
+            return most // warps * warps
         by_memory = self.generation.shared_bytes // WARP_BYTES[columns]
         return min(self.generation.resident_warps(REGISTERS[columns]), 1 << by_memory.bit_length() - 1)
 
@@ -90,7 +109,9 @@ def block_kinds(inputs: GridInputs, columns: int) -> tuple[BlockKind, BlockKind]
     most = inputs.warps_per_sm(columns)
     # On Blackwell, warps of blocks of 2 spill up to 240 bytes, and fewer of them fit an SM of 12.x.
     few, many = most // 2, 2 if columns == 16 and inputs.generation.is_seen else 4
-    if columns >= NARROW:
+    if inputs.head_dim == LARGE_HEAD:
+        few = many = LARGE_WARPS
+    elif columns >= NARROW:
         few = many = 4 if columns == NARROW else inputs.head_dim // GROUP_SIZE
     return BlockKind(few, most, stream_k=True), BlockKind(many, most, stream_k=False)
 
@@ -110,7 +131,7 @@ def grid(requests: int, inputs: GridInputs, columns: int, *, is_final: bool = Fa
     blocks = inputs.sm_count * kind.warps_per_sm // kind.warps
     if is_final or blocks // pairs <= MAX_FINAL_BLOCKS:
         return Grid(kind.warps, item_count(requests, kind.resident(inputs)), True)
-    if columns <= NARROW:
+    if not is_wide(columns, inputs.head_dim):
         return Grid(1, min(MAX_SPLITS, blocks * kind.warps // pairs), False)
     return Grid(kind.warps, min(MAX_SPLITS, blocks // pairs), False)
 

@@ -25,6 +25,7 @@ from .grids import (
     column_count,
     grid_inputs,
     has_unpackers,
+    is_wide,
     pass_count,
 )
 from .kernel import Compilation, CudaKernel
@@ -99,6 +100,7 @@ def constants(page: PageLayout, kv_heads: int, group: int, variant: PairVariant)
         "TILES_A_BLOCK": variant.tiles_a_block * smaller,
         "OUTPUT": OUTPUTS[variant.output],
         "WARPS": warps,
+        "IS_WIDE": int(is_wide(columns, layout.head_dim)),
         "UNPACKERS": unpackers,
         "STAGES": stages,
         "BLOCKS": grid_inputs(page, kv_heads, 1, generation_of(variant.capability)).warps_per_sm(columns) // warps,
@@ -293,7 +295,7 @@ class CudaDecode(CudaKernel[tuple[int, bool, int]]):
         for (columns, _), length in lengths.items():
             few, many = block_kinds(inputs, columns)
             final = [Grid(warps, 1, True) for warps in {few.warps, many.warps}]
-            for grid in (*final, Grid(few.warps if columns > NARROW else 1, 1, False)):
+            for grid in (*final, Grid(few.warps if is_wide(columns, inputs.head_dim) else 1, 1, False)):
                 keys.append((grid.warps, grid.is_final, length))
         self.compile(keys)
 

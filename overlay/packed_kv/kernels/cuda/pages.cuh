@@ -44,7 +44,8 @@ struct TileRange {
 
 INLINE void load_key_scales(u32 micro_block, const Lane& lane, u32 (&key)[GROUPS / 2]) {
     const u32 keys = micro_block + KEY_SCALES_AT + lane.row * (2 * GROUPS);
-    if constexpr (GROUPS == 4) load_shared_2(keys, key);
+    if constexpr (GROUPS == 8) load_shared_4(keys, key);
+    else if constexpr (GROUPS == 4) load_shared_2(keys, key);
     else key[0] = load_shared(keys);
 }
 INLINE void load_scales(u32 micro_block, const Lane& lane, u32 (&key)[GROUPS / 2], u32 (&value)[SETS]) {
@@ -52,8 +53,8 @@ INLINE void load_scales(u32 micro_block, const Lane& lane, u32 (&key)[GROUPS / 2
     const u32 values = micro_block + VALUE_SCALES_AT + lane.column * (4 * GROUPS);
     if constexpr (TWICE) {
         for_each<SETS>([&](auto set) { value[set.value] = load_shared(values + lane.row / 4 * 4 + 8 * set.value); });
-    } else if constexpr (GROUPS == 4) {
-        load_shared_4(values, value);
+    } else if constexpr (GROUPS % 4 == 0) {
+        for_each<GROUPS / 4>([&](auto i) { load_shared_4(values + 16 * i.value, value + 4 * i.value); });
     } else {
         load_shared_2(values, value);
     }

@@ -11,7 +11,9 @@ constexpr int greatest_divisor(int a, int b) { return b == 0 ? a : greatest_divi
 constexpr int RING_PIECE = greatest_divisor(16, RING_BLOCK);  // consecutive tokens of a tile in one block
 constexpr int RING_DIVISOR = RING_BLOCK ? RING_BLOCK : 16;  // a divisor must not be 0, ring or not
 constexpr int RING_VALUE_SCALE = RING_VALUE_SCALES_AT % 4;  // byte of V's first scale in its word
-static_assert(RING_KEY_SCALES_AT % 4 == 0 && RING_VALUE_SCALE + GROUPS <= 4, "the scales of a vector are in one word");
+constexpr int RING_SCALE_WORDS = GROUPS > 4 ? GROUPS / 4 : 1;  // of a vector's scales
+static_assert(RING_KEY_SCALES_AT % 4 == 0 && RING_VALUE_SCALE + GROUPS <= 4 * RING_SCALE_WORDS,
+              "the scales of a vector are in as few words as can be");
 
 // The ring of one (request, KV head) pair. In shared memory, the slots of a tile's tokens are contiguous.
 struct Ring {
@@ -56,7 +58,9 @@ INLINE void ring_key_pairs(u32 tile, const Lane& lane, int group, u32* pairs) {
 }
 // The scales of K of this lane's two tokens, for a group.
 INLINE void ring_key_scales(u32 tile, const Lane& lane, int group, float& low, float& high) {
-    const u32 scales = tile + lane.row * RING_SLOT_BYTES + RING_KEY_SCALES_AT, selector = 0x4440 + group;
+    const int word = RING_SCALE_WORDS > 1 ? group / 4 : 0;
+    const u32 scales = tile + lane.row * RING_SLOT_BYTES + RING_KEY_SCALES_AT + 4 * word;
+    const u32 selector = 0x4440 + group - 4 * word;
     low = low_float(scale_pair(load_shared(scales), selector));
     high = low_float(scale_pair(load_shared(scales + 8 * RING_SLOT_BYTES), selector));
 }
@@ -80,16 +84,20 @@ INLINE void ring_value_pairs(u32 tile, const Lane& lane, int group, u32* pairs) 
 // anything.
 INLINE void ring_value_scales(const Request& request, u32 tile, int first, const Lane& lane, u32 (&scales)[SETS]) {
     const u32 word = tile + RING_VALUE_SCALES_AT - RING_VALUE_SCALE;
-    u32 words[4];
-    for_each<4>([&](auto i) {
-        const int token = value_token(lane, i.value);
-        const bool stored = first + token >= request.recent && first + token < request.seq_len;
-        words[i.value] = stored ? load_shared(word + token * RING_SLOT_BYTES) : 0;
-    });
-    for_each<SETS>([&](auto set) {
-        const u32 byte = group_of(set.value, lane.row / 4) + RING_VALUE_SCALE;
-        const u32 selector = byte | (byte + 4) << 4;
-        scales[set.value] = prmt(prmt(words[0], words[1], selector), prmt(words[2], words[3], selector), 0x5410);
+    for_each<RING_SCALE_WORDS>([&](auto w) {
+        constexpr int sets = SETS / RING_SCALE_WORDS, first_set = w.value * sets;
+        u32 words[4];
+        for_each<4>([&](auto i) {
+            const int token = value_token(lane, i.value);
+            const bool stored = first + token >= request.recent && first + token < request.seq_len;
+            words[i.value] = stored ? load_shared(word + token * RING_SLOT_BYTES + 4 * w.value) : 0;
+        });
+        for_each<sets>([&](auto set) {
+            const u32 byte = group_of(set.value, lane.row / 4) + RING_VALUE_SCALE;
+            const u32 selector = byte | (byte + 4) << 4;
+            scales[first_set + set.value] =
+                prmt(prmt(words[0], words[1], selector), prmt(words[2], words[3], selector), 0x5410);
+        });
     });
 }
 
