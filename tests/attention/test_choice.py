@@ -19,7 +19,7 @@ from packed_kv.refusals.table import Refused
         ("auto", 80, 1, (9, 0), "Triton (the CUDA kernel does not support head size 80 (only 64, 128 and 256))"),
         ("triton", 128, 1, (9, 0), "Triton (the CUDA kernel is disabled by decode_kernel=triton)"),
         ("cuda", 128, 5, (9, 0), "CUDA (GQA group 4, 5 query tokens per request, at most 64)"),
-        ("auto", 256, 1, (9, 0), "CUDA (GQA group 4, 1 query token per request, at most 2)"),
+        ("auto", 256, 1, (9, 0), "CUDA (GQA group 4, 1 query token per request, at most 64)"),
         ("cuda", 128, 5, (12, 1), "CUDA (GQA group 4, 5 query tokens per request, at most 8)"),
         (
             "auto", 128, 5, (12, 1),

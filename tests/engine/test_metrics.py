@@ -100,12 +100,12 @@ def test_options_of_an_engine_that_packs_nothing(draft: str | None, monkeypatch:
 
 @pytest.mark.parametrize(
     ("kernel", "head_size", "decode"),
-    [("auto", 128, "decode_kernel"), ("triton", 128, "prefill"), ("auto", 256, "prefill")],
+    [("auto", 128, "decode_kernel"), ("triton", 128, "prefill"), ("auto", 80, "prefill")],
 )
 def test_on_hopper_the_kernel_decides(
     kernel: str, head_size: int, decode: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """128 columns: only the CUDA kernel takes them, and not of heads of 256 channels."""
+    """128 columns: only the CUDA kernel takes them, and not of heads of 80 channels."""
     monkeypatch.setattr("packed_kv.kernels.cuda.missing", lambda *_: None)
     monkeypatch.setattr(limits.current_platform, "get_device_capability", lambda: (9, 0))
     assert metrics.routes(config("b", heads=128, drafts=7, kernel=kernel, head_size=head_size)) == ("prefill", decode)

@@ -212,12 +212,7 @@ PAIRS, LATENTS = Pairs(FORMATS["tq4"], 128, 4), Latents(FORMATS["tq4"], 512, 64,
         ),
         (PAIRS, {"capability": None}, "a GPU of unknown compute capability"),
         (PAIRS._replace(head_dim=96), {}, "head size 96 (only 64, 128 and 256)"),
-        (PAIRS._replace(head_dim=256), {"longest_decode": 2}, ""),
-        (
-            PAIRS._replace(head_dim=256),
-            {"longest_decode": 3},
-            "4 query heads per KV head times 3 query tokens (at most 2 tokens)",
-        ),
+        (PAIRS._replace(head_dim=256), {"longest_decode": 64}, ""),
         (
             PAIRS._replace(head_dim=256),
             {"capability": (12, 1), "option": "cuda"},
@@ -300,7 +295,7 @@ def test_a_compiler_that_does_not_know_the_card(monkeypatch: pytest.MonkeyPatch)
 def test_longest() -> None:
     assert [longest_of(CUDA, PAIRS._replace(group=group)) for group in (4, 12, 65)] == [64, 20, 1]
     assert [longest_of(TRITON, PAIRS._replace(group=group)) for group in (4, 12, 65)] == [16, 5, 1]
-    assert [longest_of(CUDA, PAIRS._replace(head_dim=256, group=group)) for group in (4, 6, 12)] == [2, 1, 1]
+    assert [longest_of(CUDA, PAIRS._replace(head_dim=256, group=group)) for group in (4, 6, 12)] == [64, 40, 20]
     assert longest_of(CUDA, LATENTS) == 8 and longest_of(TRITON, LATENTS) > 1000
 
 

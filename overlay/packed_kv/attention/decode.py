@@ -15,7 +15,7 @@ from vllm.v1.worker.workspace import current_workspace_manager
 
 from ..codecs.ring import Ring
 from ..gpu_generations import generation_of
-from ..kernels.cuda import COLUMNS, grids, most_columns
+from ..kernels.cuda import COLUMNS, LARGE_HEAD, grids
 from ..kernels.cuda import launch as cuda
 from ..kernels.served import CUDA, TRITON
 from ..kernels.triton.decode import TILE_TOKENS, DecodeLaunch, DecodeShape, most_registers
@@ -257,8 +257,8 @@ class CudaPairs(DecodeKernel[CudaPairStep, None]):
         self.counters = grids.make_counters(limits.max_requests, self.grid_inputs, columns, device)
         self.schedulers = grids.make_schedulers(limits.max_requests, self.grid_inputs, columns, device)
         self.prefix: FusedPrefix | None = None
-        most = most_columns(self.shape.head_dim, generation.cuda_columns)
-        if limits.max_tokens and layer.shard == UNSHARDED and most == COLUMNS:
+        has_passes = generation.cuda_columns == COLUMNS and self.shape.head_dim != LARGE_HEAD  # not timed of these
+        if limits.max_tokens and layer.shard == UNSHARDED and has_passes:
             self.prefix = FusedPrefix(layer.codec.layout, self.shape, self.grid_inputs, self.matrix, limits)
             self.pass_limits = self.prefix.limits
 

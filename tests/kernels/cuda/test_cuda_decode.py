@@ -17,6 +17,7 @@ from packed_kv.gpu_generations import generation_of
 from packed_kv.kernels.cuda import COLUMNS, pass_tokens, runs_on
 from packed_kv.kernels.cuda.grids import (
     COLUMN_COUNTS,
+    LARGE_REGISTERS,
     Grid,
     GridInputs,
     block_kind,
@@ -87,6 +88,22 @@ def gpu_only(**options: Any) -> Any:
         {"name": "tq4", "head_dim": 256, "kv_heads": 1, "group": 6, "seq_lens": (1100, 37, 0, 1),
          "splits": Grid(4, 2, True)},
         {"name": "tq3", "head_dim": 256, "kv_heads": 1, "group": 3, "seq_lens": (300, 16), "dtype": torch.float32},
+        # Teams over heads of 256: 16, 32 and 64 columns, and two passes.
+        {"name": "turboquant35", "head_dim": 256, "kv_heads": 1, "group": 6, "query_lens": (2, 1, 0),
+         "seq_lens": (700, 40, 9), "splits": Grid(8, 2, True)},
+        {"name": "tq4", "head_dim": 256, "kv_heads": 1, "group": 6, "query_lens": (4, 1), "seq_lens": (1100, 70),
+         "splits": Grid(8, 3, True)},
+        {"name": "tq3", "head_dim": 256, "kv_heads": 1, "group": 6, "query_lens": (5, 0, 2), "seq_lens": (300, 5, 33),
+         "splits": Grid(8, 2, False)},
+        {"name": "turboquant25", "head_dim": 256, "kv_heads": 1, "group": 16, "query_lens": (5, 1),
+         "seq_lens": (300, 5), "splits": Grid(8, 2, True)},
+        gpu_only(name="tq4", head_dim=256, kv_heads=4, group=6, seq_lens=(9000, 4097), splits=Grid(4, 99, True)),
+        gpu_only(name="tq4", head_dim=256, kv_heads=4, group=6, query_lens=(4, 2), seq_lens=(9000, 4097),
+                 splits=Grid(8, 66, True)),
+        gpu_only(name="turboquant25", head_dim=256, kv_heads=4, group=6, query_lens=(10, 3), seq_lens=(9000, 33),
+                 splits=Grid(8, 33, True)),
+        gpu_only(name="tq4", head_dim=256, group=16, query_lens=(1, 1), seq_lens=(3000, 40), size=1e-5,
+                 dtype=torch.float32, splits=Grid(8, 9, True)),
         gpu_only(name="tq4", group=16, query_lens=(16, 5), seq_lens=(3000, 100), splits=Grid(4, 66, True)),
         gpu_only(name="turboquant25", group=6, query_lens=(16, 1), seq_lens=(3000, 100), splits=Grid(4, 9, False)),
         gpu_only(name="isoquant3", kv_heads=1, seq_lens=(64, 50)),
@@ -129,6 +146,14 @@ def test_pages(options: dict[str, Any]) -> None:
         {"name": "turboquant35", "seq_lens": (1, 40)},
         {"name": "tq4", "group": 16, "query_lens": (1, 2), "seq_lens": (1, 40), "splits": Grid(2, 3, True)},
         {"name": "turboquant35", "head_dim": 256, "group": 6, "seq_lens": (40, 550)},
+        {
+            "name": "tq3",
+            "head_dim": 256,
+            "group": 6,
+            "query_lens": (1, 4),
+            "seq_lens": (40, 550),
+            "splits": Grid(8, 2, True),
+        },
         gpu_only(name="tq4", seq_lens=(1, 40)),
         gpu_only(name="turboquant25", group=16, query_lens=(3, 4), seq_lens=(3, 50), splits=Grid(2, 3, True)),
         gpu_only(name="turboquant25", group=2, query_lens=(3, 1), seq_lens=(3, 50)),
@@ -174,6 +199,13 @@ def test_centred_and_scaled_pages(options: dict[str, Any]) -> None:
          "requests": ((700, 0), (60, 50), (20, 20)), "query_lens": (1, 1, 1), "splits": Grid(4, 2, True)},
         {"name": "tq4", "head_dim": 256, "kv_heads": 1, "group": 2, "recent": 64, "requests": ((300, 0), (60, 50)),
          "query_lens": (2, 1), "splits": Grid(1, 6, False)},
+        # Teams over heads of 256 have a tile of the ring for every second warp: rings of one tile, and of many.
+        {"name": "tq4", "head_dim": 256, "kv_heads": 1, "group": 6, "recent": 200, "query_lens": (4, 1, 2),
+         "requests": ((700, 0), (60, 50), (20, 20)), "splits": Grid(8, 2, True)},
+        {"name": "turboquant35", "head_dim": 256, "kv_heads": 1, "group": 6, "recent": 64, "query_lens": (2, 1),
+         "requests": ((300, 0), (60, 44)), "splits": Grid(8, 2, False)},
+        gpu_only(name="tq3", head_dim=256, kv_heads=4, group=6, recent=64, query_lens=(4, 3),
+                 requests=((3000, 0), (2400, 2100)), splits=Grid(8, 66, True)),
         gpu_only(name="tq3", group=8, query_lens=(16, 12), recent=64, requests=((700, 0), (900, 800)),
                  splits=Grid(4, 8, True)),
         gpu_only(name="isoquant4", group=16, query_lens=(4, 1, 3), splits=Grid(4, 8, True)),
@@ -217,14 +249,16 @@ def test_resources(name: str, centred: bool, columns: int, tmp_path: Path) -> No
     assert generation_of((9, 0)).resident_blocks(registers, shared_bytes, threads // 32) >= blocks
 
 
-@pytest.mark.parametrize("columns", [4, 8])
-@pytest.mark.parametrize("is_final", [True, False], ids=["final", "splits"])
+@pytest.mark.parametrize(
+    ("columns", "is_final"), [(4, True), (4, False), (8, True), (8, False), (16, True), (32, True), (64, True)]
+)
 @pytest.mark.parametrize("name", ["isoquant4", "isoquant3", "turboquant35", "turboquant25"])
 def test_resources_of_heads_of_256(name: str, is_final: bool, columns: int, tmp_path: Path) -> None:
-    """An SM holds three blocks of four warps, or as many warps in blocks of one."""
+    """An SM holds three blocks of four warps, or as many warps in blocks of one; of teams, two blocks, of 64 columns
+    one."""
     page = page_layout(FORMATS[name], 256)
     few, many = block_kinds(GridInputs(4, 256, 132), columns)
-    assert few.warps == many.warps == 4 and few.warps_per_sm == 12
+    assert few.warps == many.warps and few.warps_per_sm == {4: 12, 8: 12, 64: 8}.get(columns, 16)
     warps = few.warps if is_final else 1
     variant = PairVariant(
         warps, is_final, columns, 16, ring_block=8, recent=64, has_bias=True, output=torch.bfloat16, tiles_a_block=8
@@ -233,7 +267,8 @@ def test_resources_of_heads_of_256(name: str, is_final: bool, columns: int, tmp_
     file.write_bytes(machine_code(Compilation.of(source_of(values), values)))
     registers, stack, _ = resources(file)["decode"]
     threads, shared_bytes = block_of(file.read_bytes(), "decode")
-    assert registers <= 168 and stack <= 24
+    assert registers <= LARGE_REGISTERS[columns] and stack <= {16: 72, 32: 192, 64: 96}.get(columns, 24)
+    assert shared_bytes <= generation_of((9, 0)).block_shared_bytes
     assert generation_of((9, 0)).resident_blocks(registers, shared_bytes, threads // 32) >= few.warps_per_sm // warps
 
 
@@ -305,7 +340,7 @@ def test_grid_of_16_and_32_columns(requests: int, warps_of_16: int, warps_of_32:
 
 
 @pytest.mark.parametrize("group", [1, 4, 7, 16])
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_schedulers_have_room(group: int, head_dim: int) -> None:
     """For every length of a step, also where columns share blocks but not passes."""
     inputs, most = GridInputs(8, head_dim, 132), 48

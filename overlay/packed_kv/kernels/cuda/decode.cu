@@ -65,8 +65,11 @@ constexpr int STAGE_OWNERS = IS_WIDE ? 1 : WARPS;
 constexpr int TILE_TOKENS = 16 * TILE_BLOCKS, TILE_BYTES = TILE_BLOCKS * MICRO_BLOCK_BYTES;
 constexpr int RING_TILE_BYTES = 16 * RING_SLOT_BYTES;
 constexpr int most_of(int a, int b) { return a > b ? a : b; }
+// Warps that have a tile of the ring each where warps share a stage. One of 256 channels takes the room of two of pages.
+constexpr int RING_WARPS = HEAD_DIM > 128 ? WARPS / 2 : WARPS;
 // Bytes of a stage: the tiles of all warps that share it.
-constexpr int STAGE_BYTES = most_of(TILE_BYTES, RING_BLOCK ? RING_TILE_BYTES : 0) * (IS_WIDE ? WARPS : 1);
+constexpr int STAGE_BYTES =
+    most_of(TILE_BYTES * (IS_WIDE ? WARPS : 1), RING_BLOCK ? RING_TILE_BYTES * (IS_WIDE ? RING_WARPS : 1) : 0);
 
 // Shared memory begins with this. What the end of the kernel needs replaces what follows, but not barriers: PTX forbids
 // other use of a barrier's memory, and under compute-sanitizer results that lay there became NaN.

@@ -25,12 +25,13 @@ ROLE_REGISTERS = 128
 """Likewise of blocks with warps that only unpack, on average: these leave some of theirs to the warps that attend."""
 WARP_BYTES = {4: 9 * KIB, 8: 9 * KIB, 16: 11 * KIB, 32: 22 * KIB, 64: 28 * KIB}
 """Shared memory of a warp, by columns: at least its share, for any layout, of what a block of several takes."""
-LARGE_WARPS = 4
+LARGE_WARPS = {4: 4, 8: 4, 16: 8, 32: 8, 64: 8}
 """Warps of a block over heads of `LARGE_HEAD` channels, whose outputs take twice the registers of those of 128, and
 whose tiles have twice the bytes."""
-LARGE_REGISTERS = {4: 168, 8: 168}
-"""`REGISTERS` of such heads: with 168, an SM holds three blocks; with 255, two."""
-LARGE_WARP_BYTES = {4: 18 * KIB, 8: 18 * KIB}
+LARGE_REGISTERS = {4: 168, 8: 168, 16: 128, 32: 128, 64: 255}
+"""`REGISTERS` of such heads. Up to 8 columns, an SM holds three blocks with 168, two with 255; of 16 and 32 columns two
+with 128."""
+LARGE_WARP_BYTES = {4: 18 * KIB, 8: 18 * KIB, 16: 14 * KIB, 32: 14 * KIB, 64: 18 * KIB}
 """`WARP_BYTES` of such heads."""
 HOPPER = generation_of((9, 0))
 UNPACKERS = 4
@@ -75,7 +76,7 @@ class GridInputs(NamedTuple):
         if self.unpackers and columns > NARROW:
             return self.generation.resident_warps(ROLE_REGISTERS) // 2
         if self.head_dim == LARGE_HEAD:
-            warps = LARGE_WARPS
+            warps = LARGE_WARPS[columns]
             by_memory = self.generation.shared_bytes // LARGE_WARP_BYTES[columns]
             most = min(self.generation.resident_warps(LARGE_REGISTERS[columns]), by_memory)
             return most // warps * warps
@@ -110,7 +111,7 @@ def block_kinds(inputs: GridInputs, columns: int) -> tuple[BlockKind, BlockKind]
     # On Blackwell, warps of blocks of 2 spill up to 240 bytes, and fewer of them fit an SM of 12.x.
     few, many = most // 2, 2 if columns == 16 and inputs.generation.is_seen else 4
     if inputs.head_dim == LARGE_HEAD:
-        few = many = LARGE_WARPS
+        few = many = LARGE_WARPS[columns]
     elif columns >= NARROW:
         few = many = 4 if columns == NARROW else inputs.head_dim // GROUP_SIZE
     return BlockKind(few, most, stream_k=True), BlockKind(many, most, stream_k=False)

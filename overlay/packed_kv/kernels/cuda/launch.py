@@ -14,7 +14,7 @@ from ...gpu_generations import generation_of
 from ...layout import MICRO_BLOCK, PageLayout, ring_slot_bytes
 from ..checks import check_int32, check_pages, check_ring, head_stride
 from ..kernel_layout import KernelLayout, kernel_layout
-from . import pass_tokens
+from . import LARGE_HEAD, pass_tokens
 from .code_constants import decoder_constants, group_constants
 from .grids import (
     HOPPER,
@@ -37,7 +37,7 @@ STAGES, UNPACKER_STAGES = 2, 3
 """Tiles that a warp has in flight. `roles_unpack.cuh` wants three of a warp that only unpacks: a tile of the ring takes
 the room of two."""
 TILE_BLOCKS = 2
-"""Micro-blocks of a warp's tile, but of one that only unpacks, and of 32 columns: one."""
+"""Micro-blocks of a warp's tile, but of one that only unpacks, of 32 columns, and of teams over heads of 256: one."""
 
 
 class PairVariant(NamedTuple):
@@ -76,7 +76,8 @@ def constants(page: PageLayout, kv_heads: int, group: int, variant: PairVariant)
     """
     layout, warps, columns = kernel_layout(page), variant.warps, variant.columns
     unpackers = UNPACKERS if has_unpackers(page) and columns > NARROW else 0
-    tile_blocks = 1 if unpackers or columns == 32 else TILE_BLOCKS
+    shares, is_large = is_wide(columns, layout.head_dim), layout.head_dim == LARGE_HEAD
+    tile_blocks = 1 if unpackers or columns == 32 or (shares and is_large) else TILE_BLOCKS
     stages = UNPACKER_STAGES if unpackers else STAGES
     smaller = TILE_BLOCKS // tile_blocks  # tiles than those that the schedule and blocks of means count
     values: dict[str, object] = {
@@ -100,7 +101,7 @@ def constants(page: PageLayout, kv_heads: int, group: int, variant: PairVariant)
         "TILES_A_BLOCK": variant.tiles_a_block * smaller,
         "OUTPUT": OUTPUTS[variant.output],
         "WARPS": warps,
-        "IS_WIDE": int(is_wide(columns, layout.head_dim)),
+        "IS_WIDE": int(shares),
         "UNPACKERS": unpackers,
         "STAGES": stages,
         "BLOCKS": grid_inputs(page, kv_heads, 1, generation_of(variant.capability)).warps_per_sm(columns) // warps,

@@ -1,4 +1,4 @@
-// A team of warps, which shares the unpacking of 64 columns: what it carries, and its softmax. `wide.cuh` says how.
+// A team of warps, which shares the unpacking of columns: what it carries, and its softmax. `wide.cuh` says how.
 // Only that issues bulk copies. Weights are stored two tiles apart: between a store and the loads of what was there before
 // is the barrier of `share_weights`, past which all warps have added the tile before.
 #pragma once

@@ -120,7 +120,7 @@ INLINE void add_group(TeamState& state, const u32 (&pairs)[8], u32 scales, u32 w
 // Adds V of a tile of pages.
 template <int GROUP>
 INLINE void add_group_of_tile(TeamState& state, const Tables& tables, const Lane& lane, u32 tile, u32 weights) {
-#pragma unroll 4
+#pragma unroll(GROUPS > 4 ? 2 : 4)
     for (int i = 0; i < TEAM_BLOCKS; i++) {
         const u32 micro_block = tile + i * MICRO_BLOCK_BYTES;
         Words<Value> words;
@@ -138,7 +138,7 @@ template <int GROUP>
 INLINE void add_group_of_ring(TeamState& state, const Request& request, const Lane& lane, u32 tile, int first, int step,
                               u32 weights) {
 #pragma unroll 1
-    for (int i = 0; i < WARPS; i++) {
+    for (int i = 0; i < RING_WARPS; i++) {
         const u32 own = tile + i * RING_TILE_BYTES;
         u32 scales[SETS], pairs[8];
         ring_value_scales(request, own, first + i * step, lane, scales);

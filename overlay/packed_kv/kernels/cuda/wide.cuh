@@ -1,7 +1,7 @@
-// Attention of a block for 64 columns, which share one unpacking. Its warps are a team, one for each group of 32
-// channels. Each warp computes the weights of its own tokens for all columns, and leaves them in shared memory; then it
-// adds V of all the team's tokens for its own group of channels. So each code is unpacked by one warp, once, and a warp
-// holds the outputs of 32 channels only.
+// Attention of a block for 64 columns, or over heads of 256 for 16 to 64, which share one unpacking. Its warps are a team,
+// one for each group of 32 channels. Each warp computes the weights of its own tokens for all columns, and leaves them in
+// shared memory; then it adds V of all the team's tokens for its own group of channels. So each code is unpacked by one
+// warp, once, and a warp holds the outputs of 32 channels only.
 //
 // The weights of two tiles lie in shared memory, so one barrier a tile is enough: past it, all warps have done with the
 // tile before. That barrier is the vote on the softmax's maximum as well. Where it must move, the tile is scored again.
@@ -53,8 +53,8 @@ INLINE void store_team(const Arguments& a, const Request& request, int head, con
     if constexpr (IS_FINAL) end_block(a, request, head, item, is_alone, warp, lane, weights, combined);
 }
 
-// The tiles of a block are numbered, those of the ring first. A tile of the team has one of the ring for each warp, or
-// TILE_BLOCKS micro-blocks.
+// The tiles of a block are numbered, those of the ring first. A tile of the team has one of the ring for each of
+// RING_WARPS warps, or TILE_BLOCKS micro-blocks for each warp.
 struct TeamTiles {
     const Request& request;
     const Ring& ring;
@@ -62,10 +62,13 @@ struct TeamTiles {
     const TileRange& range;
     int split, splits;
 
-    INLINE int of_ring() const { return RING_BLOCK ? (range.ring + WARPS - 1) / WARPS : 0; }
+    INLINE int of_ring() const { return RING_BLOCK ? (range.ring + RING_WARPS - 1) / RING_WARPS : 0; }
     INLINE int count() const { return of_ring() + (range.count + WARPS - 1) / WARPS; }
     // A warp's tile of the ring, or of pages, in the team's tile `number`. It may be one past the last of them.
-    INLINE int ring_tile(int number, int warp) const { return split + (number * WARPS + warp) * splits; }
+    INLINE int ring_tile(int number, int warp) const { return split + (number * RING_WARPS + warp) * splits; }
+    INLINE bool has_ring_tile(int number, int warp) const {
+        return (RING_WARPS == WARPS || warp < RING_WARPS) && number * RING_WARPS + warp < range.ring;
+    }
     INLINE int page_tile(int number, int warp) const { return range.low + (number - of_ring()) * WARPS + warp; }
     // Each warp copies its own tile. The blocks that hold it are loaded early, because copies wait for them.
     INLINE void load_blocks(int number, int warp, u32 (&blocks)[TILE_BLOCKS]) const {
@@ -74,9 +77,11 @@ struct TeamTiles {
     INLINE void copy(LoadsDone done, int number, int warp, const u32 (&blocks)[TILE_BLOCKS], u32 target, u32 barrier,
                      const Lane& lane) const {
         if (number >= count()) return;
-        if (number < of_ring())
-            ring.copy(done, request, ring_tile(number, warp), target + warp * RING_TILE_BYTES, barrier, lane);
-        else pages.copy(done, page_tile(number, warp), blocks, target + warp * TILE_BYTES, barrier);
+        if (number < of_ring()) {
+            if (RING_WARPS == WARPS || warp < RING_WARPS)
+                ring.copy(done, request, ring_tile(number, warp), target + warp * RING_TILE_BYTES, barrier, lane);
+            else if (elect_lane()) expect_bytes(barrier, 0);
+        } else pages.copy(done, page_tile(number, warp), blocks, target + warp * TILE_BYTES, barrier);
     }
 };
 
@@ -143,11 +148,12 @@ INLINE void attend(const Arguments& a) {
 #pragma unroll 1
         for (int number = 0; number < tiles.of_ring(); number++) {
             const LoadsDone done = LastLoad(last_stage).wait();
-            const u32 stage = stages.stage, weights = target, own = stage + warp * RING_TILE_BYTES;
+            const u32 stage = stages.stage, weights = target;
+            const u32 own = stage + (RING_WARPS == WARPS ? warp : min(warp, RING_WARPS - 1)) * RING_TILE_BYTES;
             u32 blocks[TILE_BLOCKS];
             tiles.load_blocks(number - 1 + STAGES, warp, blocks);
             const int tile = tiles.ring_tile(number, warp), first = 16 * (request.first_ring_tile() + tile);
-            const bool exists = number * WARPS + warp < range.ring;
+            const bool exists = tiles.has_ring_tile(number, warp);
             if (exists) rebase_maxima(a, state, warp, lane, page_tile(request, tile));
             wait_for_copies_of(stages.barrier, stages.parity);
             bool again;
