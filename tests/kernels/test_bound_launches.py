@@ -278,7 +278,8 @@ def of_gather(monkeypatch: pytest.MonkeyPatch) -> tuple[Binder, Callable[..., No
         monkeypatch.setattr(prefill, name, binder)
     layer: Any = object.__new__(prefill.FlashPrefill)
     codec = SimpleNamespace(layout=None, key=SimpleNamespace(stored_dim=32, head_dim=32))
-    layer.bound, layer.codec, layer.kv_heads, layer.matrices, layer.means = Launches(), codec, 2, (None, None), None
+    layer.bound, layer.codec, layer.kv_heads, layer.matrices = Launches(), codec, 2, (None, None)
+    layer.means = [None, None]
     layer.flash_attention = SimpleNamespace(value_dim=32)
     step = StepLaunch((1, 1, 1), Arguments())
 
