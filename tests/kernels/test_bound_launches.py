@@ -334,7 +334,8 @@ def test_counters_begin_at_0_where_a_layer_is_bound(is_capturing: bool, monkeypa
     layer: Any = object.__new__(decode.CudaPairs)
     resets: list[str] = []
     counters = SimpleNamespace(is_cuda=True, zero_=lambda: resets.append("reset"))
-    layer.matrix, layer.counters, layer.shape = None, counters, SimpleNamespace(tiles_a_block=0, mean_blocks=0)
+    layer.matrix, layer.counters = None, counters
+    layer.shape = SimpleNamespace(tiles_a_block=0, mean_blocks=0, keeps_first=False)
     layer.layer = SimpleNamespace(codec=SimpleNamespace(layout=None), limits=SimpleNamespace(longest_decode=1))
     layer.splits = SimpleNamespace(heads_apart=lambda output: output, has_lse=False)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: is_capturing)
