@@ -1,7 +1,7 @@
 """Time of the decode kernels a layer: rotate the query, attend over packed pages, merge and rotate back.
 
     python benchmarks/pair_kernels.py [--dtypes NAME ...] [--kernels triton cuda] [--recent N] [--spread S]
-        [--means {one,blocks}] [--key-bits BITS ...] [--group N ...] [--query-tokens N ...] [--kv-heads N]
+        [--means {one,blocks,values}] [--key-bits BITS ...] [--group N ...] [--query-tokens N ...] [--kv-heads N]
         [--head-dim N] [--csv FILE]
 
 Caches of several layers are used in turn, so that the L2 does not serve them; a CUDA graph holds one round, and its
@@ -10,10 +10,10 @@ of the query: the decode kernel and, where one follows, the merge. `bandwidth` i
 of what a copy of 4 GB moves on the same card. --kv-heads heads of --head-dim channels, and --group query heads of each:
 8 of 128, and 4, as in an 8B model, if they are not given. --query-tokens is the new tokens of a request, its drafts
 included. With --spread S requests have 1 - S to 1 + S times the context, in any order. With --means keys have one mean,
-or one of each block of positions; its product with the queries is made beside their rotation. With --key-bits the
-kernels are timed over pages whose groups of K have these bits, too, in turns with those of the dtype's own widths. The
-kernels `bf16` and `fp8` are FlashAttention 3 of vLLM over such pages of the same batch, its own scheduler included.
---schedulers times the CUDA kernel's scheduler, which runs once per step, too.
+or one of each block of positions, whose product with the queries is made beside their rotation, or `values` have one as
+well. With --key-bits the kernels are timed over pages whose groups of K have these bits, too, in turns with those of
+the dtype's own widths. The kernels `bf16` and `fp8` are FlashAttention 3 of vLLM over such pages of the same batch, its
+own scheduler included. --schedulers times the CUDA kernel's scheduler, which runs once per step, too.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from typing import NamedTuple
 
 import torch
 import triton
-from packed_kv.channel_calibration import ChannelCalibration
+from packed_kv.channel_calibration import UNCALIBRATED, ChannelCalibration
 from packed_kv.codecs.pages import PagedCodec
 from packed_kv.codecs.ring import Ring
 from packed_kv.formats import FORMATS
@@ -79,7 +79,7 @@ HEADS = Heads()
 class Layers:
     """A batch and several layers' caches of it, of random codes and of scales as data has them.
 
-    `means`: of keys, "one", "blocks" of positions, or None. `query_tokens`: of a request.
+    `means`: of keys, "one", "blocks" of positions, these and those of "values", or None. `query_tokens`: of a request.
     """
 
     def __init__(
@@ -90,12 +90,13 @@ class Layers:
         keys = ChannelCalibration(group_bits=key_bits)
         if means:
             mean, first_mean = torch.randn(kv_heads, head_dim), torch.randn(kv_heads, head_dim)
-            rope = heads.rope() if means == "blocks" else None
+            rope = None if means == "one" else heads.rope()
             keys = ChannelCalibration(mean=mean, first_mean=first_mean, rope=rope, group_bits=key_bits)
-        positions = int((1 + spread) * context) if means == "blocks" else None
-        self.codec = PagedCodec(FORMATS[name], head_dim, keys, device="cuda", positions=positions)
+        positions = int((1 + spread) * context) if means in ("blocks", "values") else None
+        values = ChannelCalibration(mean=mean, first_mean=first_mean) if means == "values" else UNCALIBRATED
+        self.codec = PagedCodec(FORMATS[name], head_dim, keys, values, device="cuda", positions=positions)
         self.page = self.codec.layout
-        self.means = Means.of(self.codec.key.transform)
+        self.means, self.value_means = (Means.of(one.transform) for one in self.codec.codecs)
         blocks, slot_bytes = requests * context // BLOCK_SIZE, self.codec.slot_bytes
         shape = (blocks, kv_heads, BLOCK_SIZE, slot_bytes)
         self.caches = [torch.randint(0, 256, shape, dtype=torch.uint8, device="cuda") for _ in range(LAYERS)]
@@ -157,16 +158,18 @@ class Layers:
             parts = (grid.blocks, kv_heads, columns)
         partial, stats = (torch.empty(*parts, size, device="cuda") for size in (head_dim, 2))
         outputs = [output.view(rotated.shape) for output in self.outputs]
-        matrix = cuda.pack_matrix(backward)
+        matrix = cuda.pack_matrix(backward, self.value_means)
         counters = torch.zeros(grid.blocks * kv_heads, dtype=torch.int32, device="cuda")
         bias, tiles_a_block = None, None
         if self.means:
-            bias = torch.full((tokens, group * kv_heads, 1 + self.means.blocks), float("nan"), device="cuda")
+            columns = 1 + self.means.blocks + (self.value_means is not None)
+            bias = torch.full((tokens, group * kv_heads, columns), float("nan"), device="cuda")
             tiles_a_block = self.means.block_tokens // TILE_TOKENS
         rotation = rotated, head_dim**-0.5, self.means, self.positions, bias
         bound, steps = [], []
         for cache, table, ring, output in zip(self.caches, self.tables, self.rings, outputs, strict=True):
-            bound.append(cuda.CudaDecode(self.page, matrix, counters, cache, ring, output, tiles_a_block))
+            bound.append(cuda.CudaDecode(self.page, matrix, counters, cache, ring, output, tiles_a_block,
+                                         has_value_means=self.value_means is not None))  # fmt: skip
             batch = (rotated, table, self.start, self.seq_lens, partial, stats, bias, ring, None, schedule)
             steps.append((cuda.step_arguments(*batch), batch))  # which are addresses: the tensors have to stay
 
@@ -178,11 +181,11 @@ class Layers:
                     bound[i](grid, self.query_tokens, requests, steps[i][0], outputs[i])
                 else:
                     batch = (rotated, cache, table, self.start, self.seq_lens, partial, stats)
-                    centred = dict(query_bias=bias, tiles_a_block=tiles_a_block or 0)
+                    centred = dict(query_bias=bias, tiles_a_block=tiles_a_block or 0, value_means=self.value_means)
                     options = dict(max_query_len=self.query_tokens, max_registers=registers, ring=ring)
                     decode(self.page, *batch, **options, **centred)
                 if not grid.is_final:
-                    merge(partial, stats, backward, outputs[i])
+                    merge(partial, stats, backward, outputs[i], value_means=self.value_means, query_bias=bias)
 
         rotate_query(self.query, forward, *rotation)
         return {f"{kernel} all": lambda: round_of_layers(True), kernel: lambda: round_of_layers(False)}
@@ -264,7 +267,7 @@ def main() -> None:
     parser.add_argument("--kernels", nargs="+", default=["triton", "cuda"], choices=("triton", "cuda", *FLASH))
     parser.add_argument("--recent", type=int, default=0, help="tokens of the recent window (default: 0, none)")
     parser.add_argument("--spread", type=float, default=0, help="of the contexts (default: 0, all alike)")
-    parser.add_argument("--means", choices=("one", "blocks"), help="of keys (default: none)")
+    parser.add_argument("--means", choices=("one", "blocks", "values"), help="of keys, and of values (default: none)")
     parser.add_argument("--key-bits", type=int, nargs="+", help="of K's groups, beside the dtype's (default: none)")
     parser.add_argument("--group", type=int, nargs="+", default=[4], help="query heads of a KV head (default: 4)")
     parser.add_argument("--query-tokens", type=int, nargs="+", default=[1], help="of a request (default: 1)")

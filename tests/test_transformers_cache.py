@@ -108,7 +108,7 @@ def test_a_decode_reads_what_the_engine_reads(name, version, window, tmp_path):
     recent = None
     if window:
         held = [ring.round_trip(x)[-window:].transpose(0, 1) for x in codec.prepare(*flat, positions)]
-        recent = RecentVectors(tokens - window, window, codec.whole_keys(held[0], positions[-window:]), held[1])
+        recent = RecentVectors(tokens - window, window, *codec.whole(*held, positions[-window:]))
     engine = attend(codec, pages, torch.arange(blocks), tokens, query, AttentionOptions(HEAD_DIM**-0.5), recent)[0]
     assert relative_rms(ours, engine) < 1e-5
 

@@ -46,19 +46,25 @@ class LayerChoice:
     rope: ModelRope | None = None
 
 
-def choose(layer: LayerStatistics, recipe: str) -> LayerChoice:
-    """Scales of a layer, and the outlier channels and channel orders of least error for scaled vectors."""
+def choose(layer: LayerStatistics, recipe: str, *, centres_values: bool = False) -> LayerChoice:
+    """Scales of a layer, and the outlier channels and channel orders of least error for scaled vectors. With
+    `centres_values`, V is stored minus its mean, which it must have."""
     count = FORMATS[recipe].outlier_channels(layer.key_energy.shape[-1])
     key_scale = channel_scale(layer.key_variance, layer.key_weight)
-    value_scale = channel_scale(layer.value_energy, layer.value_weight)
+    value_energy = layer.value_energy
+    if centres_values:
+        assert layer.value_variance is not None
+        value_energy = layer.value_variance
+    value_scale = channel_scale(value_energy, layer.value_weight)
     key = (layer.key_variance * key_scale.square(), layer.key_weight / key_scale.square())
-    value = (layer.value_energy * value_scale.square(), layer.value_weight / value_scale.square())
-    value_order = channel_order(layer.value_energy, layer.value_weight)
+    value = (value_energy * value_scale.square(), layer.value_weight / value_scale.square())
+    value_order = channel_order(value_energy, layer.value_weight)
     means = layer.key_mean, layer.key_first_mean
+    value_means = (layer.value_mean, layer.value_first_mean) if centres_values else (None, None)
     ranking = (layer.key_variance * layer.key_weight).argsort(dim=-1, descending=True, stable=True)
     return LayerChoice(
         ChannelCalibration(outlier_channels(*key, count), channel_order(*key), *means, key_scale, ranking=ranking),
-        ChannelCalibration(outlier_channels(*value, count), value_order, scale=value_scale),
+        ChannelCalibration(outlier_channels(*value, count), value_order, *value_means, value_scale),
         layer.rope,
     )
 

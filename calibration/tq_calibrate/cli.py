@@ -84,6 +84,8 @@ def parser(prog: str = "tq-calibrate") -> argparse.ArgumentParser:
                        help="estimate from weights, without running the model")  # fmt: skip
     model.add_argument("--key-widths", action=argparse.BooleanOptionalAction, default=None,
                        help="give groups of K other widths where they lose less (default: yes)")  # fmt: skip
+    model.add_argument("--value-means", action="store_true",
+                       help="store V less its mean where that loses less")  # fmt: skip
     model.add_argument("--parent", type=_positive, help=argparse.SUPPRESS)  # end with this process
     model.set_defaults(run=_model)
 
@@ -108,6 +110,8 @@ def _check_engine(parser: argparse.ArgumentParser, options: argparse.Namespace) 
     given = given_of(options, OF_A_RUN)
     if options.weights_only and given:
         parser.error(f"--weights-only runs no engine; leave {', '.join(given)} out")
+    if options.weights_only and options.value_means:
+        parser.error("--weights-only finds no means; leave --value-means out")
     if options.engine == "vllm" and "--device" in given:
         parser.error(f"--device {options.device} is for transformers; CUDA_VISIBLE_DEVICES tells vLLM which GPUs")
     if options.engine == "vllm" and "--batch-size" in given:

@@ -69,9 +69,9 @@ def _of_layer(held: LayerSums, seen: LayerStatistics, choice: LayerChoice, has_l
     one = torch.ones_like(plain)
     key_scale, value_scale = (one if scale is None else scale for scale in (choice.key.scale, choice.value.scale))
     return [
-        _error(stored, found.key_weight, key_scale) / _error(plain, found.key_weight, one),
-        _error(found.value_energy, found.value_weight, value_scale)
-        / _error(found.value_energy, found.value_weight, torch.ones_like(value_scale)),
+        error(stored, found.key_weight, key_scale) / error(plain, found.key_weight, one),
+        error(found.value_energy, found.value_weight, value_scale)
+        / error(found.value_energy, found.value_weight, torch.ones_like(value_scale)),
         float(seen.key_variance.sum() / own.sum().clamp_min(torch.finfo(own.dtype).tiny)),
     ]
 
@@ -81,7 +81,7 @@ def _wide(mean: torch.Tensor | None, held: LayerSums) -> torch.Tensor | None:
     return None if mean is None else torch.nn.functional.pad(mean, (0, held.key.shape[1] - mean.shape[1]))
 
 
-def _error(energy: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor) -> float:
+def error(energy: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor) -> float:
     """Error of all heads up to a dtype's noise; [KV heads, head_size] each."""
     squares = scale.square()
     error = ((energy * squares).sum(-1) * (weight / squares).sum(-1)).sum()

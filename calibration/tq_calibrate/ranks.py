@@ -9,7 +9,8 @@ import torch
 from .errors import UserError
 from .sums import LayerSums, Sums
 
-OF_KEYS_AND_VALUES = ("key", "key_before_rope", "key_squares", "first_key", "value_squares", "key_max", "value_max")
+OF_KEYS_AND_VALUES = ("key", "key_before_rope", "key_squares", "first_key", "value_squares", "key_max", "value_max",
+                      "value", "first_value", "first_value_squares")  # fmt: skip
 OF_ATTENTION = (
     "attention", "attended_key", "attended_before_rope", "attended_squares", "attending_squares",
     "attending_before_rope",

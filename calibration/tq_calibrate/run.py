@@ -23,6 +23,7 @@ from .statistics import Statistics, check_head_size
 from .sums import Sums
 from .text import held_out_sequences, read_text, sha256, token_sequences
 from .transformers_engine import TransformersModel
+from .values import LEAST_GAIN, held_out_gain
 from .weights import estimate
 from .widths import held_out_gains, key_widths, weigh_from_afar
 from .write import check_writable, file_content, write_file
@@ -49,8 +50,9 @@ def calibrate(options: argparse.Namespace) -> None:
         has_widths = all(layer.far_key_weight is not None for layer in statistics.layers.values())
     if has_widths:
         weigh_from_afar(statistics.layers)
-    choosing = tqdm(statistics.layers.items(), unit=" layers", desc="choosing")
-    choices = {layer: choose(found, options.recipe) for layer, found in choosing}
+    choices = _choose(statistics, options.recipe, centres_values=options.value_means)
+    if options.value_means and held and not _keeps_means(held_out_gain(held, choices)):
+        choices = _choose(statistics, options.recipe, centres_values=False)
     named = " ".join(("--text", *options.text)) if options.text else ""
     if held and (warning := check(judge(held, statistics.layers, choices), named)):
         print(f"tq-calibrate: {warning}", file=sys.stderr)
@@ -62,6 +64,18 @@ def calibrate(options: argparse.Namespace) -> None:
     heads = heads_in_words(statistics.kv_heads, *statistics.head_sizes)
     summary = f"{out}: {len(choices)} layers, {heads}, from {seen}, {time.perf_counter() - start:.0f} s"
     print("\n".join([summary, *verdicts]))
+
+
+def _choose(statistics: Statistics, recipe: str, *, centres_values: bool) -> dict[int, LayerChoice]:
+    choosing = tqdm(statistics.layers.items(), unit=" layers", desc="choosing")
+    return {layer: choose(found, recipe, centres_values=centres_values) for layer, found in choosing}
+
+
+def _keeps_means(gain: float) -> bool:
+    """Say whether the file has means of V, for a gain on held-out text, and print it."""
+    verdict = "values less their means" if gain < LEAST_GAIN else "no means of values"
+    print(f"tq-calibrate: {verdict} (error of outputs on held-out text {gain:.2f} of that without)", file=sys.stderr)
+    return gain < LEAST_GAIN
 
 
 def _key_widths(
@@ -111,8 +125,11 @@ def _observe(options: argparse.Namespace, model: TransformersModel | VllmModel) 
             "tokens; --context sets how many",
             file=sys.stderr,
         )
-    if options.key_widths and rank_of(model.text_config):
-        raise UserError(f"--key-widths are of groups of keys, and {options.model} stores latents; leave it out")
+    if rank_of(model.text_config):
+        if options.key_widths:
+            raise UserError(f"--key-widths are of groups of keys, and {options.model} stores latents; leave it out")
+        if options.value_means:
+            raise UserError(f"--value-means are of values, and {options.model} stores latents; leave it out")
     print(f"loading {options.model} ...", file=sys.stderr)
     with tqdm(total=options.tokens + sum(map(len, held)), unit=" tokens", unit_scale=True, desc="calibrating") as bar:
         statistics, sums = model.run(sequences, held, bar.update)

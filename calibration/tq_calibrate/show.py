@@ -26,14 +26,16 @@ def summary(path: str) -> str:
     calibration, content = read(path)
     layers = list(calibration.layers.values())
     orders = any(layer.key.channel_order or layer.value.channel_order for layer in layers)
-    means, key_scales, value_scales = (
-        any(field in layer.known() for layer in layers) for field in ("key_mean", "key_scale", "value_scale")
+    means, key_scales, value_scales, value_means = (
+        any(field in layer.known() for layer in layers)
+        for field in ("key_mean", "key_scale", "value_scale", "value_mean")
     )
     lines = [
         f"{path}: {content.get('model_name') or 'unnamed model'}, made for {calibration.recipe}",
         f"{len(layers)} layers, {calibration.heads}, {len(layers[0].key.outlier_channels[0])} outlier channels each",
         f"{_with(orders)} channel orders for isoquant and planarquant, {_with(means)} means of keys, "
         f"{_with(key_scales)} scales of keys, {_with(value_scales)} scales of values",
+        *(["with means of values"] if value_means else []),
         *(f"{name}: {', '.join(map(str, bits))} bits in groups of keys" for name, bits in calibration.key_bits.items()),
         *_ropes(calibration),
         *(f"  {name}: {value}" for name, value in (content.get("calibration") or {}).items()),

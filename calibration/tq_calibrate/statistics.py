@@ -27,6 +27,8 @@ class LayerStatistics:
     value_weight: squared norm of the column of the output projection that reads this channel of V.
     key_max, value_max: largest magnitudes.
     key_first_mean: mean of K at position 0, which all other statistics of K and of queries leave out.
+    value_mean, value_variance: mean of V behind position 0, and mean square of V minus it there.
+    value_first_mean: mean of V at position 0.
 
     From weights alone, the largest magnitudes are 0, the means None, and `key_variance` is the energy.
     """
@@ -42,6 +44,9 @@ class LayerStatistics:
     key_first_mean: torch.Tensor | None = None
     rope: ModelRope | None = None
     far_key_weight: torch.Tensor | None = None
+    value_mean: torch.Tensor | None = None
+    value_first_mean: torch.Tensor | None = None
+    value_variance: torch.Tensor | None = None
 
 
 @dataclass

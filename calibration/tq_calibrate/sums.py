@@ -90,8 +90,9 @@ class LayerSums:
     `sums_before_rope`, float64 [KV heads, ropes, 5 / 2 head_size]; every eighth query is in them.
 
     Keys of position 0 are summed separately: they are stored minus a mean of their own and differ from all others
-    (small, and heavily attended). Queries of position 0 are left out, as they see only one key. `attended_*` are
-    weighed by the attention that each key gets, `attending_*` by the attention that each query gives (`attended.py`).
+    (small, and heavily attended); so are values, but for `value_squares` and `value_max`. Queries of position 0 are
+    left out, as they see only one key. `attended_*` are weighed by the attention that each key gets, `attending_*` by
+    the attention that each query gives (`attended.py`).
     """
 
     def __init__(
@@ -110,7 +111,8 @@ class LayerSums:
         self.key_before_rope, self.attended_before_rope = before_rope[:2]
         self.query_before_rope, self.attending_before_rope = before_rope[2:]
         self.attention = zeros.new_zeros(kv_heads, 1)
-        self.value_squares, self.value_max = zeros.new_zeros(2, kv_heads, head_sizes[1])
+        of_values = zeros.new_zeros(5, kv_heads, head_sizes[1])
+        self.value_squares, self.value_max, self.value, self.first_value, self.first_value_squares = of_values
         self.tokens = self.first_tokens = self.sampled_queries = 0
 
     def add(
@@ -144,6 +146,9 @@ class LayerSums:
             self.attending_before_rope[:, at] += self._of_kv_heads(weighed).sum(1)
         self.query_squares += self._of_kv_heads(_squares(query[~first])).mean(1)
         self.value_squares += _squares(value)
+        self.value += value[~first].sum(0, dtype=torch.float64)
+        self.first_value += value[first].sum(0, dtype=torch.float64)
+        self.first_value_squares += _squares(value[first])
         for largest, seen in ((self.key_max, key), (self.value_max, value)):
             torch.maximum(largest, seen.abs().amax(0).double(), out=largest)
 
@@ -177,6 +182,9 @@ class LayerSums:
             key_mean=mean,
             key_first_mean=self.first_key / self.first_tokens if self.first_tokens else None,
             rope=rope,
+            value_mean=self.value / later,
+            value_first_mean=self.first_value / self.first_tokens if self.first_tokens else None,
+            value_variance=self.value_squares_about(self.value / later),
         )
 
     def squares_about(self, mean: torch.Tensor | None, rope: ModelRope | None, even: float = EVEN) -> torch.Tensor:
@@ -191,6 +199,12 @@ class LayerSums:
         means = self._weighed(self.key_before_rope[:, at] / later, self.attended_before_rope[:, at], even)
         own = means[:, : self.key.shape[1]]
         return stored_squares(means, rope) + squares_of_other_mean(own - mean, rope)
+
+    def value_squares_about(self, mean: torch.Tensor) -> torch.Tensor:
+        """Mean squares of V behind position 0 less a mean that another text may have, float64 [KV heads, its size]."""
+        later = max(1, self.tokens - self.first_tokens)
+        squares, own = (self.value_squares - self.first_value_squares) / later, self.value / later
+        return (squares - 2 * mean * own + mean.square()).clamp_min(0.0)
 
     def _of_kv_heads(self, of_heads: torch.Tensor) -> torch.Tensor:
         """[heads, n] -> [KV heads, query heads of each, n]."""

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from packed_kv.calibration_content import CODEBOOK_VERSION, FIRST_WITH_KEY_BITS, TRANSFORM_VERSION, VERSION
+from packed_kv.calibration_content import CODEBOOK_VERSION, NEWEST, TRANSFORM_VERSION, VERSION
 from packed_kv.calibration_file import load
 from packed_kv.private_file import replacing, why_not_replaced
 
@@ -30,6 +30,7 @@ def file_content(
     read them.
     """
     head_size, value_size = statistics.head_sizes
+    has_value_means = any(choice.value.mean is not None for choice in choices.values())
     ropes: list[ModelRope] = []
     for choice in choices.values():
         if choice.rope is not None and choice.rope not in ropes:
@@ -39,7 +40,7 @@ def file_content(
         for layer, choice in choices.items()
     }
     return {
-        "version": FIRST_WITH_KEY_BITS if key_bits else VERSION,
+        "version": NEWEST if key_bits or has_value_means else VERSION,
         "recipe": recipe,
         "head_size": head_size,
         **({} if value_size == head_size else {"value_head_size": value_size}),
@@ -59,6 +60,8 @@ def _layer(seen: LayerStatistics, choice: LayerChoice, ropes: list[ModelRope], *
         "key_channel_mean" if choice.rope is None else "key_channel_mean_before_rope": choice.key.mean,
         "key_first_token_mean": choice.key.first_mean,
         "key_channel_scale": choice.key.scale,
+        "value_channel_mean": choice.value.mean,
+        "value_first_token_mean": choice.value.first_mean,
         "value_channel_scale": choice.value.scale,
     }
     return {

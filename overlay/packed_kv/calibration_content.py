@@ -18,11 +18,11 @@ from .layout import key_vector
 from .model.rope import Parameters, Rope, normalised
 
 VERSION = 3
-"""Version of the files that are written, but for those with widths of K's groups. 1 and 2 are read too: 1 has no means
-and scales of channels, 2 none before RoPE."""
+"""Version of the files that are written, but for those with widths of K's groups or means of V. 1 and 2 are read too: 1
+has no means and scales of channels, 2 none before RoPE."""
 FIRST_WITH_ROPES = 3
-FIRST_WITH_KEY_BITS = NEWEST = 4
-"""Version of the files that have widths of K's groups."""
+FIRST_WITH_KEY_BITS = FIRST_WITH_VALUE_MEANS = NEWEST = 4
+"""Version of the files that have widths of K's groups or means of V."""
 LARGEST_HEAD_SIZE = 4096
 LARGEST_SIZE = 1e38
 """Bound of a channel's root mean square, so that its square is a float, too."""
@@ -40,6 +40,7 @@ FIELDS = {
         "key_high_precision_indices", "value_high_precision_indices", "key_channel_order", "value_channel_order",
         "rope", "key_channel_mean_before_rope", "key_channel_mean", "key_first_token_mean", "key_channel_scale",
         "value_channel_scale", "key_channel_rms", "value_channel_rms", "codebook", "key_channel_ranking",
+        "value_channel_mean", "value_first_token_mean",
     },
     "ropes": {"parameters", "interleaved", "frequencies"},
 }  # fmt: skip
@@ -191,8 +192,17 @@ def _layer(entry: Any, version: int, recipe: str, sizes: tuple[int, int], ropes:
     )
     if key.first_mean is not None and key.mean is None:
         raise FaultError("key_first_token_mean is there without key_channel_mean")
+    value_mean, value_first_mean = (
+        _numbers(entry, field, shapes[1], -INPUT_LIMIT, INPUT_LIMIT) if version >= FIRST_WITH_VALUE_MEANS else None
+        for field in ("value_channel_mean", "value_first_token_mean")
+    )
+    if value_first_mean is not None and value_mean is None:
+        raise FaultError("value_first_token_mean is there without value_channel_mean")
+    if value_mean is not None and key.mean is None:
+        raise FaultError("value_channel_mean is there without a mean of keys")
     value_scale = _numbers(entry, "value_channel_scale", shapes[1], *SCALE_BOUNDS)
-    return LayerCalibration(key, ChannelCalibration(outliers[1], orders[1], scale=value_scale))
+    value = ChannelCalibration(outliers[1], orders[1], value_mean, value_first_mean, value_scale)
+    return LayerCalibration(key, value)
 
 
 def _key_bits(listed: Any, head_size: int) -> dict[str, tuple[int, ...]]:

@@ -79,7 +79,8 @@ UNCALIBRATED = ChannelCalibration()
 class LayerCalibration:
     """A layer's channels of K and V, by KV head of the whole model: rows are `[KV heads][channels]`.
 
-    Both have `outlier_channels`. A `first_mean` is never without a `mean`; V has no means.
+    Both have `outlier_channels`. A `first_mean` is never without a `mean`; V has means only where K has them, and no
+    RoPE.
     """
 
     key: ChannelCalibration = UNCALIBRATED

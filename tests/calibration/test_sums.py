@@ -37,6 +37,9 @@ def test_the_variance_beside_a_large_mean() -> None:
     queries = query[later].view(-1, KV_HEADS, HEADS // KV_HEADS, HEAD_SIZE).double()
     assert_close(seen.key_weight, queries.square().mean((0, 2)), rtol=1e-6, atol=0)
     assert_close(seen.value_energy, value.double().square().mean(0), rtol=1e-6, atol=0)
+    assert_close(seen.value_mean, value[later].double().mean(0), rtol=1e-10, atol=0)
+    assert_close(seen.value_first_mean, value[~later].double().mean(0), rtol=1e-10, atol=0)
+    assert_close(seen.value_variance, value[later].double().var(0, correction=0), rtol=1e-6, atol=0)
     assert_close(seen.value_weight, columns.double().view(KV_HEADS, -1, HEAD_SIZE).sum(1))
 
 

@@ -52,20 +52,24 @@ def attend_pages(
     output = output.view(tokens, kv_heads, group, -1)
     batch = (query, cache, block_table, query_start, seq_lens)
     sinks, lse = options.pop("sinks", None), options.pop("lse", None)
+    value_means = options.get("value_means")
+    of_merge = {"value_means": value_means, "query_bias": options.get("query_bias")}
     if kernel == "triton":
         decode(page, *batch, partial, stats, max_query_len=max_query_len, **options)
-        merge(partial, stats, matrix, output, sinks, lse)
+        merge(partial, stats, matrix, output, sinks, lse, **of_merge)
         return
     assert sinks is None
     assert not options.pop("sliding_window", None) and not options.pop("logits_soft_cap", None), options
     bias, ring, tiles = options.pop("query_bias", None), options.pop("ring", None), options.pop("tiles_a_block", 0)
     step = launch.step_arguments(query, block_table, query_start, seq_lens, partial, stats, bias, ring, lse, schedule)
-    packed = launch.pack_matrix(matrix)
+    packed = launch.pack_matrix(matrix, value_means)
     items = len(seq_lens) * passes if schedule is None else len(schedule)
     counters = torch.zeros(items * kv_heads, dtype=torch.int32, device=query.device)
     if kernel == "cuda":
         of_bias = None if bias is None else tiles
-        cuda = launch.CudaDecode(page, packed, counters, cache, ring, output, of_bias, lse is not None)
+        cuda = launch.CudaDecode(
+            page, packed, counters, cache, ring, output, of_bias, lse is not None, value_means is not None
+        )
         shape = shape if schedule is None else shape._replace(blocks=items)
         cuda(shape, max_query_len, len(seq_lens), step, output)
     else:
@@ -74,14 +78,14 @@ def attend_pages(
         variant = launch.PairVariant(
             shape.warps, shape.is_final, columns, cache.shape[2],
             ring.cache.shape[2] if ring else 0, ring.window if ring else 0, bias is not None, output.dtype,
-            lse is not None and shape.is_final, tiles, passes,
+            lse is not None and shape.is_final, tiles, passes, has_value_means=value_means is not None,
         )  # fmt: skip
         constants = launch.constants(page, kv_heads, group, variant)
         layer = launch.layer_arguments(cache, ring, output, packed, counters)
         blocks = (shape.blocks, kv_heads, items) if schedule is None else (1, kv_heads, items)
         emulated.run(constants, blocks, output, step, layer)
     if not shape.is_final:
-        merge(partial, stats, matrix, output, lse=lse)
+        merge(partial, stats, matrix, output, lse=lse, **of_merge)
     assert not counters.any(), "not left for the next launch"
     if schedule is not None:
         check_parts(schedule, queries_of_passes(query_start, passes, pass_tokens(group)), stats)

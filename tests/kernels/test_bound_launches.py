@@ -278,7 +278,8 @@ def of_gather(monkeypatch: pytest.MonkeyPatch) -> tuple[Binder, Callable[..., No
         monkeypatch.setattr(prefill, name, binder)
     layer: Any = object.__new__(prefill.FlashPrefill)
     codec = SimpleNamespace(layout=None, key=SimpleNamespace(stored_dim=32, head_dim=32))
-    layer.bound, layer.codec, layer.kv_heads, layer.matrices, layer.means = Launches(), codec, 2, (None, None), None
+    layer.bound, layer.codec, layer.kv_heads, layer.matrices = Launches(), codec, 2, (None, None)
+    layer.means = [None, None]
     layer.flash_attention = SimpleNamespace(value_dim=32)
     step = StepLaunch((1, 1, 1), Arguments())
 
@@ -333,7 +334,8 @@ def test_counters_begin_at_0_where_a_layer_is_bound(is_capturing: bool, monkeypa
     layer: Any = object.__new__(decode.CudaPairs)
     resets: list[str] = []
     counters = SimpleNamespace(is_cuda=True, zero_=lambda: resets.append("reset"))
-    layer.matrix, layer.counters, layer.shape = None, counters, SimpleNamespace(tiles_a_block=0, mean_blocks=0)
+    layer.matrix, layer.counters = None, counters
+    layer.shape = SimpleNamespace(tiles_a_block=0, mean_blocks=0, keeps_first=False)
     layer.layer = SimpleNamespace(codec=SimpleNamespace(layout=None), limits=SimpleNamespace(longest_decode=1))
     layer.splits = SimpleNamespace(heads_apart=lambda output: output, has_lse=False)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: is_capturing)

@@ -53,7 +53,7 @@ def store_case(
     queries = None
     if query_group:
         programs = means.bias_programs(MEAN_BLOCKS) if calibrated else 0
-        queries = means.QueryConstants(8, query_group, head_dim, layout.head_dim, programs, *mean_blocks)
+        queries = means.QueryConstants(8, query_group, head_dim, layout.head_dim, programs, *mean_blocks, False)
     return Case(
         kernel="packed_kv.kernels.triton.store:store_kernel",
         arch=arch,
@@ -166,7 +166,7 @@ def decode_case(
         ),
         constants=dict(
             KV_HEADS=8, QUERY_GROUP=columns // 2, SLIDING_WINDOW=0, HAS_SOFT_CAP=False, MICRO_BLOCKS_A_BLOCK=1,
-            MEAN_BLOCKS=mean_blocks, TILES_A_BLOCK=8 if mean_blocks > 1 else 0,
+            MEAN_BLOCKS=mean_blocks, BIAS_COLUMNS=1 + mean_blocks, TILES_A_BLOCK=8 if mean_blocks > 1 else 0,
             LAYOUT=kernel_layout(page), RING_BLOCK=ring_block, RECENT=64 if ring_block else 0,
             COLUMNS=columns,
         ),
@@ -290,7 +290,7 @@ def merge_case(tile: tuple[int, int], arch: int, sinks: bool = False, lse: bool 
         ),
         constants=dict(
             KV_HEADS=8, QUERY_GROUP=4, HEAD_DIM=head_dim, PADDED_DIM=128, OUTPUT_DIM=128, CHANNELS=head_dim & -head_dim,
-            ROWS=rows, SPLITS=splits, HAS_SINKS=sinks, HAS_LSE=lse,
+            ROWS=rows, SPLITS=splits, HAS_SINKS=sinks, HAS_LSE=lse, BIAS_COLUMNS=0,
         ),
         options=dict(num_warps=8 if rows >= 8 or head_dim > 128 else 4),
         unaligned=("rows", "splits"),
@@ -307,7 +307,7 @@ def rotate_query_case() -> Case:
             spectrum="*fp32",
         ),
         constants=dict(
-            QUERIES=means.QueryConstants(8, 4, 80, 96, means.bias_programs(MEAN_BLOCKS), MEAN_BLOCKS, MEAN_BLOCK)
+            QUERIES=means.QueryConstants(8, 4, 80, 96, means.bias_programs(MEAN_BLOCKS), MEAN_BLOCKS, MEAN_BLOCK, False)
         ),
         options=dict(num_warps=1),
         unaligned=("rows", "positions"),

@@ -30,6 +30,7 @@ from packed_kv.reference.attention import AttentionOptions
 from packed_kv.window.metadata import WindowMetadata
 from packed_kv.window.slots import fill_slots
 from packed_kv.window.step import WindowStep
+from page_codecs import page_codec
 from test_cuda_decode import runs
 from test_decode import DEVICE, relative_rms
 from test_gather import flash_attention
@@ -53,9 +54,11 @@ class Case(NamedTuple):
     has_ring: bool
 
     @classmethod
-    def of(cls, name: str, head_dim: int, lengths: list[tuple[int, int]], *, has_ring: bool) -> Case:
+    def of(
+        cls, name: str, head_dim: int, lengths: list[tuple[int, int]], *, has_ring: bool, **channels: torch.Tensor
+    ) -> Case:
         generator = torch.Generator().manual_seed(3)
-        codec = PagedCodec(FORMATS[name], head_dim, device=DEVICE)
+        codec = page_codec(FORMATS[name], head_dim, device=DEVICE, **channels)
         vectors = [torch.randn(2, tokens, 1, head_dim, generator=generator).to(DEVICE).half() for tokens, _ in lengths]
         query = torch.randn(sum(new for _, new in lengths), GROUP, head_dim, generator=generator).to(DEVICE).half()
         return cls(lengths, codec, vectors, query, has_ring)
@@ -117,10 +120,12 @@ class Case(NamedTuple):
             for part, x, rotated in zip(
                 (self.codec.key, self.codec.value), vectors, self.codec.prepare(*vectors, ids), strict=True
             ):
-                stored = part.decode(part.encode(x.float())).double()
+                stored = part.decode(part.encode(x.float(), ids[:, None]), ids[:, None]).double()
                 if self.has_ring:
                     recent = (ids >= max(tokens - new - WINDOW + 1, 0))[:, None, None]
-                    stored = torch.where(recent, part.unrotate(ring_codec.round_trip(rotated)).double(), stored)
+                    stored = torch.where(
+                        recent, part.restore(ring_codec.round_trip(rotated), ids[:, None]).double(), stored
+                    )
                 whole.append(torch.cat((stored[: tokens - new], x[tokens - new :].double()))[:, 0])
             if new == 1:
                 found.append(None)
@@ -253,6 +258,17 @@ def test_graphs(decodes: list[tuple[int, int]], name: str, head_dim: int, has_ri
     layer(case.codec, 64).forward(batch)
     check(case, batch.output, case.attend(layer(case.codec, 0)))
     assert (batch.output[len(case.query) :] == 0).all()
+
+
+@runs
+@pytest.mark.parametrize("is_graph", [False, True], ids=["step", "graph"])
+def test_values_less_their_means(is_graph: bool) -> None:
+    """Decodes read token 0 from the ring and from pages; some chunks have it in their prefix, one in its ring."""
+    means = dict(zip(("key_mean", "key_first_mean", "value_mean", "value_first_mean"), torch.randn(4, 64), strict=True))
+    case = Case.of("turboquant25", 64, DECODES + CHUNKS, has_ring=True, **means)
+    batch = padded(case.batch(), requests=3, tokens=9) if is_graph else case.batch()
+    layer(case.codec, 64).forward(batch)
+    check(case, batch.output, case.attend(layer(case.codec, 0)))
 
 
 REPLAYED = [

@@ -174,6 +174,7 @@ def batch(shard: ContextShard, lengths: list[tuple[int, int]]) -> tuple[PackedMe
         ([(20, 1), (20, 2)], {"in_pytorch": True}),
         ([(40, 1), (20, 2)], {"has_nccl": False}),
         ([(530, 1), (290, 2)], {"run": 4, "turns": True}),
+        ([(1, 1), (37, 1), (40, 3), (3, 3), (3, 2)], {"run": 4, "centred": True}),
     ],
     ids=str,
 )
@@ -188,6 +189,11 @@ def test_two_ranks_are_as_one(
     channels["value_scale"] = channels["value_scale"][:, :value_dim]
     if options.get("turns"):
         channels |= {"key_rope": rope(HEAD_DIM // 2), "positions": 1000}
+    if options.get("centred"):  # of rank 1, no token has the mean of position 0
+        channels |= {
+            "value_mean": channels["key_mean"].flip(-1),
+            "value_first_mean": channels["key_first_mean"].flip(-1),
+        }
     codec = page_codec(FORMATS["turboquant35"], HEAD_DIM, device=DEVICE, value_dim=value_dim, **channels)
     attention = AttentionOptions(HEAD_DIM**-0.5, logits_soft_cap=options.get("soft_cap"))
     vectors = [torch.randn(2, tokens, 1, HEAD_DIM, generator=generator).to(DEVICE).half() for tokens, _ in lengths]

@@ -228,13 +228,13 @@ class ExactCodec(PagedCodec):
 
     def write(self, cache, slots, key, value, positions=None):
         self.stored = torch.full((2, cache.shape[0] * cache.shape[2], *key.shape[1:]), math.nan, dtype=torch.float64)
-        for i, (codec, x, places) in enumerate(((self.key, key, positions[:, None]), (self.value, value, None))):
-            self.stored[i, slots] = codec.rotate(codec.transform.forward(x.double(), places))
+        for i, (codec, x) in enumerate(zip(self.codecs, (key, value), strict=True)):
+            self.stored[i, slots] = codec.rotate(codec.transform.forward(x.double(), positions[:, None]))
 
     def read(self, cache, micro_blocks, positions):
         tokens = (micro_blocks[:, None] * 16 + torch.arange(16)).flatten()
         key, value = (x[tokens].transpose(0, 1) for x in self.stored)
-        return self.whole_keys(key, positions), value
+        return self.whole(key, value, positions)
 
     def rotate_query(self, query):
         return super().rotate_query(query.double())

@@ -88,8 +88,9 @@ def channels(file: dict, kv_cache_dtype: str, layer: int, role: str) -> dict:
     if role == "key":
         mean = "key_channel_mean_before_rope" if "rope" in entry else "key_channel_mean"
         fields |= {"mean": mean, "first_mean": "key_first_token_mean", "scale": "key_channel_scale"}
-    elif fmt.outlier_bits:
-        fields["scale"] = "value_channel_scale"
+    else:
+        fields |= {"mean": "value_channel_mean", "first_mean": "value_first_token_mean"}
+        fields |= {"scale": "value_channel_scale"} if fmt.outlier_bits else {}
     found = {argument: entry[field] for argument, field in fields.items() if field in entry}
     if role == "key" and "rope" in entry:
         rope = file["ropes"][entry["rope"]]
@@ -148,6 +149,24 @@ def test_logits_are_those_of_keys_groups_of_other_widths(
     expected = true_logits(str(model), LONG, "tq3", channels=ranked)
     print(f"KL {mean_kl(expected, ours):.6f}, to the dtype's own widths {mean_kl(own_widths, ours):.6f}")
     assert mean_kl(expected, ours) < mean_kl(own_widths, ours) / 100
+
+
+@pytest.mark.parametrize("name", ["tq3", "turboquant35", "isoquant3"])
+def test_logits_are_those_of_values_less_their_means(name: str, model: Path, log: list[str]) -> None:
+    """Over two blocks of positions. A file of version 3 has no such means, whatever its fields are."""
+    plain = content(LAYERS, KV_HEADS, HEAD_DIM, version=3, value_mean=0.3)
+    file = plain | {"version": 4}
+    path = write(model, file)
+    ours = logits(model, name, tokens=LONG)
+    use = used(name, "means of keys by position, means of values")
+    assert {*log} == {f"info: KV cache calibration: {use} for {name} from {path}, made for turboquant35"}
+    expected = true_logits(str(model), LONG, name, channels=lambda *at: channels(file, name, *at))
+    others = content(LAYERS, KV_HEADS, HEAD_DIM, version=3)
+    whole = true_logits(str(model), LONG, name, channels=lambda *at: channels(others, name, *at))
+    print(f"KL {mean_kl(expected, ours):.7f}, to values that are stored whole {mean_kl(whole, ours):.6f}")
+    assert mean_kl(expected, ours) < mean_kl(whole, ours) / 100
+    write(model, plain)
+    assert mean_kl(whole, logits(model, name, tokens=LONG)) < mean_kl(whole, ours) / 100
 
 
 @pytest.mark.parametrize("name", ["tq4", "turboquant25"])

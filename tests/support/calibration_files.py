@@ -11,6 +11,7 @@ from typing import Any
 OUTLIERS = ("key_high_precision_indices", "value_high_precision_indices")
 ORDERS = ("key_channel_order", "value_channel_order")
 MEANS = ("key_channel_mean", "key_first_token_mean")
+VALUE_MEANS = ("value_channel_mean", "value_first_token_mean")
 BEFORE_ROPE = "key_channel_mean_before_rope"
 SCALES = ("key_channel_scale", "value_channel_scale")
 
@@ -24,15 +25,16 @@ def content(
     first: bool = False,
     version: int = 1,
     mean: float = 1.0,
+    value_mean: float | None = None,
     theta: float = 10000.0,
 ) -> dict:
     """A file of random channels, different for each layer, role and head; or of the first ones, in their order.
 
     In version 2 with random means, of that standard deviation, and random scales; in version 3 these means are before
-    RoPE of all channels with `theta`.
+    RoPE of all channels with `theta`. `value_mean`: standard deviation of means of V, which version 4 has; None: none.
     """
     source = random.Random(0)
-    transforms = random.Random(1)
+    transforms, of_values = random.Random(1), random.Random(2)
 
     def channels() -> list[int]:
         return list(range(head_size)) if first else source.sample(range(head_size), head_size)
@@ -48,6 +50,8 @@ def content(
             entry |= {field: numbers(lambda: transforms.lognormvariate(0, 0.5)) for field in SCALES}
         if version > 2:
             entry |= {BEFORE_ROPE: entry.pop(MEANS[0]), "rope": 0}
+        if value_mean is not None:
+            entry |= {field: numbers(lambda: of_values.gauss(0, value_mean)) for field in VALUE_MEANS}
         return entry
 
     rope = {

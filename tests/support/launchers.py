@@ -40,10 +40,12 @@ def rotate_query(
     bias: torch.Tensor | None = None,
 ) -> None:
     """Rotate queries of any float dtype [tokens, query heads, head_dim] into `rotated`, times `scale` and log2 e; with
-    `means`, fill `bias` [tokens, query heads, 1 + blocks] for queries at `positions` int64 [tokens]."""
+    `means`, fill `bias` [tokens, query heads, 1 + blocks] for queries at `positions` int64 [tokens], or one column more
+    for `decode` with `value_means`."""
     assert (bias is None) == (means is None)
-    assert means is None or bias is None or bias.shape[2] == 1 + means.blocks, bias.shape
-    rotation = QueryRotation(matrix, scale, means)
+    more = 0 if means is None or bias is None else bias.shape[2] - 1 - means.blocks
+    assert more in (0, 1), more
+    rotation = QueryRotation(matrix, scale, means, bool(more))
     step = RotateQueryLaunch.step(rotated, rotation, positions, bias)
     run(RotateQueryLaunch(query, rotated.shape[1], rotation), step.launch, query)
 
@@ -88,6 +90,7 @@ def decode(
     logits_soft_cap: float | None = None,
     max_registers: int = MAX_REGISTERS,
     ring: Ring | None = None,
+    value_means: Means | None = None,
 ) -> None:
     """Attend over `cache` for requests of at most `max_query_len` query tokens: the split-KV parts, not merged.
 
@@ -96,8 +99,9 @@ def decode(
     tiles_a_block, sliding_window, logits_soft_cap, max_registers: see `DecodeShape`.
     """
     _, kv_heads, group, head_dim = query.shape
-    blocks = 0 if query_bias is None else query_bias.shape[2] - 1
-    options = (sliding_window, logits_soft_cap, blocks, tiles_a_block, max_registers)
+    keeps_first = value_means is not None
+    blocks = 0 if query_bias is None else query_bias.shape[2] - 1 - keeps_first
+    options = (sliding_window, logits_soft_cap, blocks, tiles_a_block, max_registers, keeps_first)
     shape = DecodeShape(kv_heads, group, head_dim, *options)
     tensors = query, block_table, query_start, seq_lens, partial_output, partial_stats, query_bias, ring
     launch = DecodeLaunch(page, shape, shape.tiles(max_query_len)[0], cache, ring)
@@ -111,11 +115,20 @@ def merge(
     output: torch.Tensor,
     sinks: torch.Tensor | None = None,
     lse: torch.Tensor | None = None,
+    value_means: Means | None = None,
+    query_bias: torch.Tensor | None = None,
 ) -> None:
     """Merge the parts of `decode` into `output` [tokens, KV heads, queries per KV head, value_dim], rotated back by
-    `matrix`; fill `lse` fp32 [tokens, query heads] with the natural log-sum-exps, sinks included."""
-    launch = MergeLaunch(output, matrix, merge_tile(partial_output.shape[2]), sinks, has_lse=lse is not None)
-    run(launch, MergeLaunch.step(partial_output, partial_stats, output.shape[2], lse), output)
+    `matrix`, with `value_means` added; fill `lse` fp32 [tokens, query heads] with the natural log-sum-exps, sinks
+    included."""
+    of_means = {}
+    if value_means is not None:
+        assert query_bias is not None
+        of_means = dict(means=value_means, bias_columns=query_bias.shape[2])
+    tile = merge_tile(partial_output.shape[2])
+    launch = MergeLaunch(output, matrix, tile, sinks, has_lse=lse is not None, **of_means)
+    bias = query_bias if of_means else None
+    run(launch, MergeLaunch.step(partial_output, partial_stats, output.shape[2], lse, bias), output)
 
 
 def gather(

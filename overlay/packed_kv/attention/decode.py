@@ -34,18 +34,20 @@ from .protocols import DecodeBatch, DecodeKernel, PrefixBatch
 def rotation_of(layer: PairLayout) -> QueryRotation:
     """Return how a layer's queries are rotated, scaled and corrected for the means of keys."""
     means = Means.of(layer.codec.key.transform, has_first=layer.shard.has_first)
-    return QueryRotation(rotation_matrix(layer.codec.key, layer.kv_heads), layer.options.scale, means)
+    matrix, keeps_first = rotation_matrix(layer.codec.key, layer.kv_heads), layer.codec.value.transform.centres
+    return QueryRotation(matrix, layer.options.scale, means, keeps_first)
 
 
 class PairKind(NamedTuple):
-    """Key of the layers that share a step: the kernel, heads and their channels, and blocks of positions for which
-    queries have a bias."""
+    """Key of the layers that share a step: the kernel, heads and their channels, blocks of positions for which queries
+    have a bias, and whether a score of position 0 follows the biases."""
 
     by_cuda: bool
     query_heads: int
     kv_heads: int
     head_dims: tuple[int, int]
     mean_blocks: int
+    keeps_first: bool
 
 
 def _empty_launches() -> tuple[dict[int, DecodeLaunch], dict[tuple[int, int], MergeLaunch]]:
@@ -107,26 +109,29 @@ class PairWorkspace:
             layer.kv_heads, layer.query_heads // layer.kv_heads, layer.codec.key.stored_dim,
             layer.options.sliding_window, layer.options.logits_soft_cap, 0 if means is None else means.blocks,
             0 if means is None else means.block_tokens // tile_tokens,
-            most_registers(layer.codec.layout, self.generation, has_bias=means is not None),
+            most_registers(layer.codec.layout, self.generation, has_bias=means is not None), rotation.keeps_first,
         )  # fmt: skip
         self.has_lse = layer.shard.ranks > 1
         self.from_rotated = rotation_matrix(layer.codec.value, layer.kv_heads, inverse=True)
+        self.value_means = Means.of(layer.codec.value.transform, has_first=layer.shard.has_first)
 
     def kind(self, *, by_cuda: bool) -> PairKind:
         """Return the kind of the kernel."""
         layer, dims = self.layer, (self.layer.codec.key.head_dim, self.layer.codec.value.head_dim)
-        return PairKind(by_cuda, layer.query_heads, layer.kv_heads, dims, self.shape.mean_blocks)
+        return PairKind(
+            by_cuda, layer.query_heads, layer.kv_heads, dims, self.shape.mean_blocks, self.shape.keeps_first
+        )
 
     def take(
         self, tokens: int, partial: tuple[int, int, int], *more: tuple[tuple[int, ...], torch.dtype]
     ) -> list[torch.Tensor]:
         """Return workspace: rotated queries, partial outputs of this shape, their softmax state; then queries' biases,
         if there are any, and tensors of the shapes and dtypes `more`."""
-        head_dim, heads, blocks = self.shape.head_dim, self.layer.query_heads, self.shape.mean_blocks
-        bias = [((tokens, heads, 1 + blocks), torch.float32)] if blocks else []
+        shape, heads = self.shape, self.layer.query_heads
+        bias = [((tokens, heads, shape.bias_columns), torch.float32)] if shape.mean_blocks else []
         return current_workspace_manager().get_simultaneous(
-            ((tokens, self.layer.kv_heads, self.shape.group, head_dim), torch.float16),
-            ((*partial, head_dim), torch.float32),
+            ((tokens, self.layer.kv_heads, shape.group, shape.head_dim), torch.float16),
+            ((*partial, shape.head_dim), torch.float32),
             ((*partial, 2), torch.float32),
             *bias,
             *more,
@@ -151,9 +156,13 @@ class PairWorkspace:
         assert batch.positions is not None and self.has_lse == (batch.lse is not None)
         return RotateQueryLaunch.step(rotated, self.rotation, batch.positions, bias)
 
-    def prepare_merge(self, partial: torch.Tensor, stats: torch.Tensor, lse: torch.Tensor | None) -> Merge:
-        """Return the merge of fp32 [tokens, query heads, splits, head_dim] and [tokens, query heads, splits, 2]."""
-        return Merge(MergeLaunch.step(partial, stats, self.shape.group, lse), merge_tile(partial.shape[2]))
+    def prepare_merge(
+        self, partial: torch.Tensor, stats: torch.Tensor, lse: torch.Tensor | None, bias: torch.Tensor | None
+    ) -> Merge:
+        """Return the merge of fp32 [tokens, query heads, splits, head_dim] and [tokens, query heads, splits, 2].
+        `bias`: of `take`."""
+        bias = bias if self.shape.keeps_first else None
+        return Merge(MergeLaunch.step(partial, stats, self.shape.group, lse, bias), merge_tile(partial.shape[2]))
 
     def merge(self, merge: Merge, merges: dict[tuple[int, int], MergeLaunch], output: torch.Tensor) -> None:
         """Launch `merge`, which fills `output` [tokens, query heads, value_dim]. `merges`: launches bound to such
@@ -161,7 +170,10 @@ class PairWorkspace:
         launch = merges.get(merge.tile)
         if launch is None:
             apart, sinks = self.heads_apart(output), self.layer.options.sinks
-            launch = MergeLaunch(apart, self.from_rotated, merge.tile, sinks, has_lse=self.has_lse)
+            launch = MergeLaunch(
+                apart, self.from_rotated, merge.tile, sinks, has_lse=self.has_lse, means=self.value_means,
+                bias_columns=self.shape.bias_columns,
+            )  # fmt: skip
             merges[merge.tile] = launch
         grid, arguments = merge.launch
         launch(grid, (output,), arguments)
@@ -212,7 +224,7 @@ class TritonPairs(DecodeKernel[TritonPairStep, None]):
         tables = batch.block_table, batch.query_start, batch.seq_lens
         return TritonPairStep(
             rotate=splits.prepare_rotation(rotated, batch, bias),
-            merge=splits.prepare_merge(partial, stats, batch.lse),
+            merge=splits.prepare_merge(partial, stats, batch.lse, bias),
             launch=DecodeLaunch.step(self.shape, query_len, rotated, *tables, partial, stats, bias, batch.ring),
             columns=self.shape.tiles(query_len)[0],
         )
@@ -253,7 +265,7 @@ class CudaPairs(DecodeKernel[CudaPairStep, None]):
         self.bound: Launches = Launches()
         self.grid_inputs = grids.grid_inputs(layer.codec.layout, layer.kv_heads, self.splits.sm_count, generation)
         columns, device = grids.columns_of_steps(group, limits.longest_decode), self.splits.from_rotated.device
-        self.matrix = cuda.pack_matrix(self.splits.from_rotated)
+        self.matrix = cuda.pack_matrix(self.splits.from_rotated, self.splits.value_means)
         self.counters = grids.make_counters(limits.max_requests, self.grid_inputs, columns, device)
         self.schedulers = grids.make_schedulers(limits.max_requests, self.grid_inputs, columns, device)
         self.prefix: FusedPrefix | None = None
@@ -308,7 +320,7 @@ class CudaPairs(DecodeKernel[CudaPairStep, None]):
             of_prefixes = self.prefix.prepare(prefixes, rotated, bias, rest)
         return CudaPairStep(
             rotate=self.splits.prepare_rotation(rotated, batch, bias),
-            merge=self.splits.prepare_merge(partial, stats, batch.lse) if has_merge else None,
+            merge=self.splits.prepare_merge(partial, stats, batch.lse, bias) if has_merge else None,
             grid=grid,
             max_query_len=query_len,
             requests=requests,
@@ -346,7 +358,7 @@ class CudaPairs(DecodeKernel[CudaPairStep, None]):
         apart, shape = self.splits.heads_apart(output), self.shape
         decode = cuda.CudaDecode(
             self.layer.codec.layout, self.matrix, self.counters, cache, ring, apart,
-            shape.tiles_a_block if shape.mean_blocks else None, self.splits.has_lse,
+            shape.tiles_a_block if shape.mean_blocks else None, self.splits.has_lse, shape.keeps_first,
         )  # fmt: skip
         decode.compile_variants(self.layer.limits.longest_decode)
         return decode

@@ -80,7 +80,7 @@ class PartRead:
             value.view(dtype),
             GatherLaunch.step(part.micro_blocks, part.rows, key, value),
             of_ring,
-            (UnrotateLaunch.step(key, dtype, part.positions), UnrotateLaunch.step(value, dtype)),
+            (UnrotateLaunch.step(key, dtype, part.positions), UnrotateLaunch.step(value, dtype, part.positions)),
         )
 
 
@@ -126,8 +126,8 @@ class FlashPrefill(PrefillKernel["Batch"]):
         self.max_tokens = max_tokens
         own_tokens = max_tokens + max_requests * MICRO_BLOCK
         self.capacity = -(-max(PREFIX_TOKENS, own_tokens) // MICRO_BLOCK) * MICRO_BLOCK
-        self.means = Means.of(codec.key.transform)
-        self.matrices = [rotation_matrix(one, kv_heads, inverse=True) for one in (codec.key, codec.value)]
+        self.means = [Means.of(one.transform) for one in codec.codecs]
+        self.matrices = [rotation_matrix(one, kv_heads, inverse=True) for one in codec.codecs]
         self.sizes = (query_heads, kv_heads, codec.key.head_dim, codec.value.head_dim, self.capacity)
         self.bound: Launches = Launches()
 
@@ -323,7 +323,7 @@ class FlashPrefill(PrefillKernel["Batch"]):
             grid, arguments = read.ring
             self.bound.get("ring", binding_key, lambda: GatherRingLaunch(ring, stored_dim))(grid, (), arguments)
         for name, (grid, arguments), matrix, means in zip(
-            ("key", "value"), read.unrotate, self.matrices, (self.means, None), strict=True
+            ("key", "value"), read.unrotate, self.matrices, self.means, strict=True
         ):
             bind = functools.partial(UnrotateLaunch, matrix, self.kv_heads, stored_dim, means)
             self.bound.get(name, read.key.dtype, bind)(grid, (), arguments)

@@ -32,8 +32,14 @@ class PagedCodec:
         fmt, device, positions: as for `Codec`.
         head_dim: channels of a head of K.
         key_channels: what is known of K's channels, `head_dim` a head.
-        value_channels: what is known of V's channels, `value_dim` a head; without means.
+        value_channels: what is known of V's channels, `value_dim` a head; with a mean only where K has one.
         value_dim: channels of a head of V, at most K's; in a page vectors of V have the size of K's. None: `head_dim`.
+
+    Attributes:
+        needs_positions: True if what is stored depends on a token's position in its sequence.
+
+    Raises:
+        ValueError: as `Codec`; means of V without means of K, or with RoPE.
     """
 
     def __init__(
@@ -50,6 +56,9 @@ class PagedCodec:
         self.key = Codec(fmt, head_dim, "key", key_channels, device, positions=positions)
         self.value = Codec(fmt, value_dim, "value", value_channels, device, layout_dim=head_dim)
         self.codecs = (self.key, self.value)
+        if self.value.transform.centres and (not self.key.transform.centres or value_channels.rope is not None):
+            raise ValueError("means of V are given without means of K, or with RoPE, which turns keys alone")
+        self.needs_positions = any(codec.transform.needs_positions for codec in self.codecs)
         # For the store kernel: the tables of K and V; None if neither is centred or scaled.
         changes = any(codec.transform.changes for codec in self.codecs)
         self.transform_tables = [codec.transform.table(codec.channels) for codec in self.codecs] if changes else None
@@ -70,15 +79,14 @@ class PagedCodec:
             cache: see the class.
             slots: int [tokens], block * block_size + offset; negative ones are skipped, the others are distinct.
             key, value: float [tokens, KV heads, head_dim] and [tokens, KV heads, value_dim].
-            positions: int [tokens], each token's place in its sequence; may be None where K has neither `first_mean`
-                nor `rope`.
+            positions: int [tokens], each token's place in its sequence; may be None unless `needs_positions`.
 
         Raises:
             ValueError: no positions where they are needed.
         """
         stored = slots >= 0
         slots, key, value = slots[stored], key[stored], value[stored]
-        places = (None if positions is None else positions[stored].unsqueeze(1), None)
+        place = None if positions is None else positions[stored].unsqueeze(1)
         if not len(slots):
             return
         # A word holds codes of several tokens, so whole micro-blocks are read, changed and written back.
@@ -88,7 +96,7 @@ class PagedCodec:
         pages = micro_blocks_of(cache)
         old = pages[block, :, inner]
         codes, scales = [], []
-        for i, (codec, vectors, place) in enumerate(zip(self.codecs, (key, value), places, strict=True)):
+        for i, (codec, vectors) in enumerate(zip(self.codecs, (key, value), strict=True)):
             own_codes, own_scales = self._unpack(i, old)
             own_codes[where, :, token], own_scales[where, :, token] = codec.quantize(vectors, place)
             codes.append(pack_codes(own_codes, self.layout.vectors[i], codec.role))
@@ -100,7 +108,8 @@ class PagedCodec:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The vectors that `write` quantises and that a ring keeps (`codecs/ring.py`): fp32 [tokens, KV heads,
         stored_dim]. See `write`."""
-        return self.key.prepare(key, None if positions is None else positions.unsqueeze(1)), self.value.prepare(value)
+        place = None if positions is None else positions.unsqueeze(1)
+        return self.key.prepare(key, place), self.value.prepare(value, place)
 
     def read(
         self, cache: torch.Tensor, micro_blocks: torch.Tensor, positions: torch.Tensor | None = None
@@ -110,7 +119,8 @@ class PagedCodec:
         Args:
             cache: see the class.
             micro_blocks: int [n], each (block * block_size + offset) / 16.
-            positions: int [n * 16], of their tokens in their sequences: K gets its means back. None: it does not.
+            positions: int [n * 16], of their tokens in their sequences: K and V get their means back. None: they do
+                not.
 
         Returns:
             K and V, scaled and rotated, float32 [KV heads, n * 16, stored_dim].
@@ -121,12 +131,18 @@ class PagedCodec:
             codec.dequantize(*self._unpack(i, packed)).transpose(0, 1).flatten(1, 2)
             for i, codec in enumerate(self.codecs)
         )
-        return key if positions is None else self.whole_keys(key, positions), value
+        return (key, value) if positions is None else self.whole(key, value, positions)
 
-    def whole_keys(self, key: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """K as `prepare` gives it, fp32 [KV heads, tokens, stored_dim], with its means, scaled and rotated like it.
-        positions: int [tokens]."""
-        return key + self.key.prepared_means(positions).transpose(0, 1) if self.key.transform.centres else key
+    def whole(
+        self, key: torch.Tensor, value: torch.Tensor, positions: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """K and V as `prepare` gives them, fp32 [KV heads, tokens, stored_dim], with their means, scaled and rotated
+        like them. positions: int [tokens]."""
+        key, value = (
+            x + codec.prepared_means(positions).transpose(0, 1) if codec.transform.centres else x
+            for codec, x in zip(self.codecs, (key, value), strict=True)
+        )
+        return key, value
 
     def rotate_query(self, query: torch.Tensor) -> torch.Tensor:
         """float32 [tokens, KV heads, queries a KV head, head_dim] -> over K's scale and rotated as K is,
@@ -135,7 +151,8 @@ class PagedCodec:
         return self.key.rotate(self.key.transform.unscale(query)).transpose(1, 2)
 
     def unrotate_output(self, output: torch.Tensor) -> torch.Tensor:
-        """float32 [tokens, KV heads, queries a KV head, stored_dim], sums of stored V -> of V, [..., value_dim]."""
+        """float32 [tokens, KV heads, queries a KV head, stored_dim], sums of rotated V -> of V, [..., value_dim]. Means
+        that stored V lacks, they lack."""
         sums = self.value.transform.unscale(self.value.unrotate(output.transpose(1, 2))).transpose(1, 2)
         return sums[..., : self.value.head_dim]
 

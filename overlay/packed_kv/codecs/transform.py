@@ -1,7 +1,8 @@
 """Centring and scaling of channels, before a vector is rotated (docs/formats.md, section 5).
 
-A key is stored less a mean, and its score gets the query's product with that mean back; a channel times s, in K,
-leaves scores as they are where the query is divided by s.
+A key is stored less a mean, and its score gets the query's product with that mean back; a value likewise, and the
+output gets the mean of the values back. A channel times s, in K, leaves scores as they are where the query is divided
+by s.
 """
 
 from __future__ import annotations
@@ -110,7 +111,7 @@ class ChannelTransform:
         if not self.needs_positions:
             return self._mean_or_zero()
         if positions is None:
-            raise ValueError("the means of keys depend on their position in the sequence: pass the tokens' positions")
+            raise ValueError("means depend on a token's position in its sequence: pass the tokens' positions")
         means = self._of_blocks(positions // MEAN_BLOCK)
         if self.first_mean is None:
             return means

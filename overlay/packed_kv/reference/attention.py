@@ -40,7 +40,7 @@ class AttentionOptions:
 class RecentVectors:
     """K and V of a request's newest tokens, from token `first` to its last, as its ring has them or will have them.
 
-    `key`, `value`: fp32 [KV heads, tokens, head_dim], rotated, `key` with its means. A query reads up to `window`
+    `key`, `value`: fp32 [KV heads, tokens, head_dim], rotated, with their means. A query reads up to `window`
     tokens here, its own included, and those before them from the pages.
     """
 

@@ -32,6 +32,7 @@ WORDS = {
     "value_channel_order": "channel orders",
     "key_mean": "means of keys",
     "key_rope": "means of keys by position",
+    "value_mean": "means of values",
     "key_scale": "scales of keys",
     "value_scale": "scales of values",
 }
@@ -115,6 +116,8 @@ def read_calibration(config: VllmConfig) -> Calibration | None:
     )
     if model.use_mla and calibration.key_bits:
         calibration.refuse("key_group_bits are of keys, and this model stores latents")
+    if model.use_mla and any(layer.value.mean is not None for layer in calibration.layers.values()):
+        calibration.refuse("value_channel_mean is of values, and this model stores latents")
     calibration.check_rope(rope_parameters(model.hf_text_config), f"{_command(model)} --out {shlex.quote(str(path))}")
     return calibration
 

@@ -60,8 +60,9 @@ class WindowStep:
             return self.metadata.borrow(self.layer.layer_name)
         assert key is not None and value is not None
         rows = slice(query_starts[first], query_starts[-1])
-        own = [round_trip(x).transpose(0, 1) for x in codec.prepare(key[rows], value[rows], positions[rows])]
-        own[0] = codec.whole_keys(own[0], positions[rows])
+        prepared = codec.prepare(key[rows], value[rows], positions[rows])
+        own_key, own_value = (round_trip(x).transpose(0, 1) for x in prepared)
+        own = codec.whole(own_key, own_value, positions[rows])
         found = {}
         for request in range(first, len(context)):
             start, end = (query_starts[i] - rows.start for i in (request, request + 1))
@@ -75,7 +76,7 @@ class WindowStep:
         first = min(int(self.metadata.first[request]), start)
         positions = torch.arange(first, start, device=cache.device)
         slots = table[positions // cache.shape[2]].long() * cache.shape[2] + positions % cache.shape[2]
-        held = [x.transpose(0, 1) for x in read(cache, slots)]
-        held[0] = codec.whole_keys(held[0], positions)
+        held_key, held_value = (x.transpose(0, 1) for x in read(cache, slots))
+        held = codec.whole(held_key, held_value, positions)
         key, value = (torch.cat(parts, dim=1) for parts in zip(held, own, strict=True))
         return RecentVectors(first, self.layer.window, key, value)

@@ -93,8 +93,8 @@ class Batch:
         recent = positions[first:]
         slots = self.ring.block_table[r, recent // 4].long() * 4 + recent % 4
         ring_codec.write(self.ring.cache, slots, *self.codec.prepare(key[recent], value[recent], recent))
-        held = [x.transpose(0, 1) for x in ring_codec.read(self.ring.cache, slots)]
-        self.recent[r] = RecentVectors(first, self.ring.window, self.codec.whole_keys(held[0], recent), held[1])
+        held = (x.transpose(0, 1) for x in ring_codec.read(self.ring.cache, slots))
+        self.recent[r] = RecentVectors(first, self.ring.window, *self.codec.whole(*held, recent))
 
     def decode(
         self, options: AttentionOptions, target: Target | None = None, dtype: torch.dtype = torch.float32

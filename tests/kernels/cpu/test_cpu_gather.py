@@ -41,8 +41,8 @@ class Request:
         stored = [x[:, :TOKENS].transpose(0, 1).clone() for x in self.codec.read(self.cache, micro_blocks)]
         for whole, recent in zip(stored, read(self.ring.cache, self.ring_slots), strict=True):
             whole[ring_from:] = recent[ring_from - 50 :]
-        places = (self.positions.unsqueeze(1), None)
-        return [codec.restore(x, place) for codec, x, place in zip(self.codec.codecs, stored, places, strict=True)]
+        place = self.positions.unsqueeze(1)
+        return [codec.restore(x, place) for codec, x in zip(self.codec.codecs, stored, strict=True)]
 
 
 @pytest.mark.parametrize(("name", "shape", "target"), cases())

@@ -81,7 +81,7 @@ def run(
         places = ids[:, None]
         of_pages = [
             codec.key.decode(codec.key.encode(key, places), places),
-            codec.value.decode(codec.value.encode(value)),
+            codec.value.decode(codec.value.encode(value, places), places),
         ]
         if ring is not None:
             is_recent = (ids >= first[i])[:, None, None]
@@ -90,7 +90,7 @@ def run(
             ring_slots = ring.block_table[i, there // 32].long() * 32 + there % 32
             reference.write(ring.cache, ring_slots, *(x[there] for x in rotated))
             stored = [reference.round_trip(x).double() for x in rotated]
-            from_ring = [codec.whole_keys(stored[0].transpose(0, 1), ids).transpose(0, 1), stored[1]]
+            from_ring = [x.transpose(0, 1) for x in codec.whole(*(x.transpose(0, 1) for x in stored), ids)]
             from_ring = [part.unrotate(x) for part, x in zip((codec.key, codec.value), from_ring, strict=True)]
             of_pages = [
                 torch.where(is_recent, a.double(), b.double()) for a, b in zip(from_ring, of_pages, strict=True)
@@ -106,9 +106,10 @@ def run(
     passes = [passes[i] for i in torch.randperm(len(passes), generator=generator).tolist()]
     of_passes = torch.tensor(passes, dtype=torch.int32, device=DEVICE)
     rotated_query = torch.empty(len(query), kv_heads, group, head_dim, dtype=torch.float16, device=DEVICE)
-    means, bias, tiles = Means.of(codec.key.transform), None, None
+    means, value_means, bias, tiles = *(Means.of(part.transform) for part in codec.codecs), None, None
     if means is not None:
-        bias = torch.full((len(query), heads, 1 + means.blocks), float("nan"), device=DEVICE)
+        columns = 1 + means.blocks + (value_means is not None)
+        bias = torch.full((len(query), heads, columns), float("nan"), device=DEVICE)
         tiles = means.block_tokens // 32
     new = [prefix + torch.arange(count) for count, prefix in zip(chunks, prefixes, strict=True)]
     positions = torch.cat(new).to(DEVICE)
@@ -124,9 +125,9 @@ def run(
     lse = torch.full(query.shape[:2], float("nan"), device=DEVICE)
     batch = (rotated_query, table.to(DEVICE, torch.int32), of_passes, schedule, partial, stats, bias, ring, lse)
     kernel = emulated.CudaPrefix if DEVICE == "cpu" else CudaPrefix
-    matrix = pack_matrix(rotation_matrix(codec.value, kv_heads, inverse=True))
+    matrix = pack_matrix(rotation_matrix(codec.value, kv_heads, inverse=True), value_means)
     apart = output.view(rotated_query.shape)
-    launch = kernel(page, matrix, schedules.counters, cache, ring, apart, tiles)
+    launch = kernel(page, matrix, schedules.counters, cache, ring, apart, tiles, value_means is not None)
     launch(items, prefix_arguments(*batch), apart)
     assert not schedules.counters.any(), "not left for the next launch"
     size_of_scores = torch.stack(squares).mean().sqrt()

@@ -273,6 +273,7 @@ INLINE void wait_for_copies() {
 }
 struct alignas(8) Floats { float x, y; };
 struct alignas(16) Numbers { float x, y, z, w; };
+INLINE float load_from_l2(const float* pointer) { return *pointer; }
 INLINE Floats load_2_from_l2(const float* pointer) { return *(const Floats*)pointer; }
 INLINE Numbers load_4_from_l2(const float* pointer) { return *(const Numbers*)pointer; }
 INLINE int atomic_add(int* pointer, int x) { int before = *pointer; *pointer += x; return before; }

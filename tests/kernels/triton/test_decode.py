@@ -47,15 +47,16 @@ def run(name, *, head_dim=128, value_dim=None, kv_heads=2, group=4, seq_lens=(1,
         codec.write(cache, slots.to(DEVICE), key, value, ids.to(DEVICE))
         places = ids.to(DEVICE)[:, None]
         key = codec.key.decode(codec.key.encode(key, places), places)
-        value = codec.value.decode(codec.value.encode(value))
+        value = codec.value.decode(codec.value.encode(value, places), places)
         rows = slice(int(start[i]), int(start[i]) + count)
         expected[rows], expected_lse[rows] = attention(
             query[rows].double(), key.double(), value.double(), scale, window, soft_cap, sinks
         )
     rotated = torch.empty(len(query), kv_heads, group, codec.key.stored_dim, dtype=torch.float16, device=DEVICE)
-    means, bias = Means.of(codec.key.transform), None
+    means, value_means, bias = Means.of(codec.key.transform), Means.of(codec.value.transform), None
     if means is not None:
-        bias = torch.full((len(query), kv_heads * group, 1 + means.blocks), float("nan"), device=DEVICE)
+        columns = 1 + means.blocks + (value_means is not None)
+        bias = torch.full((len(query), kv_heads * group, columns), float("nan"), device=DEVICE)
     new = [torch.arange(n - count, n) for n, count in zip(seq_lens, query_lens, strict=True)]
     positions = torch.cat(new).to(DEVICE)
     rotate_query(query, rotation_matrix(codec.key, kv_heads), rotated, scale, means, positions, bias)
@@ -65,7 +66,7 @@ def run(name, *, head_dim=128, value_dim=None, kv_heads=2, group=4, seq_lens=(1,
         kernel, codec.layout, rotated, cache, table.to(DEVICE), start.to(DEVICE),
         torch.tensor(seq_lens, dtype=torch.int32, device=DEVICE), rotation_matrix(codec.value, kv_heads, inverse=True),
         output, splits, max_query_len=max(query_lens), query_bias=bias, sliding_window=window, logits_soft_cap=soft_cap,
-        sinks=sinks, lse=lse, tiles_a_block=codec.key.transform.block_tokens // 32,
+        sinks=sinks, lse=lse, tiles_a_block=codec.key.transform.block_tokens // 32, value_means=value_means,
     )  # fmt: skip
     if lse is not None:
         assert relative_rms(output.double(), expected) < BOUND

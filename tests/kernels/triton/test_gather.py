@@ -193,6 +193,8 @@ SINKS = torch.tensor([-1.0, 0.5, 2.0, 5.0], device=DEVICE)
             {"transformed": True, "turns": True, "lengths": ((5, 7), (0, 600)), "sliding_window": 90, "sinks": True},
         ),
         (True, {"transformed": True, "turns": True, "lengths": ((5, 7), (0, 270)), "capacity": 112}),
+        (False, {"transformed": True, "centred": True, "capacity": 48, "sinks": True}),
+        (True, {"transformed": True, "centred": True, "sliding_window": 60, "head_dim": 80}),
     ],
     ids=str,
 )
@@ -208,6 +210,8 @@ def test_chunks_and_prefixes(shared: bool, options: dict, monkeypatch: pytest.Mo
     query_lens, prefixes = options.pop("lengths", (QUERY_LENS, PREFIXES))
     if options.pop("turns", False):
         given |= {"key_rope": rope(head_dim // 2), "positions": 1000}
+    if options.pop("centred", False):
+        given |= {"value_mean": given["key_mean"].flip(0) / 3, "value_first_mean": given["key_first_mean"].flip(0)}
     if given:
         given["value_scale"] = given["value_scale"][:, :value_dim]
     codec = page_codec(FORMATS["isoquant4"], head_dim, device=DEVICE, value_dim=value_dim, **given)

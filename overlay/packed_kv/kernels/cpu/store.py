@@ -49,7 +49,7 @@ class CpuStore:
 
     def __init__(self, codec: PagedCodec | LatentCodec, *, target: Target | None = None) -> None:
         self.layer = layer_of(codec)
-        self.needs_positions = isinstance(codec, PagedCodec) and codec.key.transform.needs_positions
+        self.needs_positions = isinstance(codec, PagedCodec) and codec.needs_positions
         self.function = function_of(load_for(PAGES, codec, target), "pk_store", Store)
         self._call, self._lock, self._caches = Store(layer=ctypes.pointer(self.layer)), threading.Lock(), KnownCaches()
         self._layout: tuple[object, ...] = ()
@@ -89,7 +89,7 @@ class CpuStore:
             call.slots, call.tokens, call.threads = slots.data_ptr(), tokens, torch.get_num_threads()
             call.vectors[0], call.vectors[1], call.kv_heads = key.data_ptr(), value.data_ptr(), key.shape[1]
             if self.needs_positions:
-                assert positions is not None, "the means of keys depend on their positions"
+                assert positions is not None, "means depend on the tokens' positions"
                 assert positions.dtype == torch.int64 and positions.is_contiguous() and positions.shape[0] >= tokens
                 call.positions = positions.data_ptr()
             call.ring_tokens = 0

@@ -80,6 +80,11 @@ struct Request {
 // The request's column of this lane's accumulator column c < OWN.
 INLINE int own_column(const Lane& lane, int c) { return (c / 2 * 8 + 2 * lane.column + c % 2) % COLUMNS; }
 
+// The element of `query_bias` that has a column's score of token 0.
+INLINE u32 first_score_at(const Arguments& a, const Request& request, int head, int column) {
+    return (u32)request.row(head, column) * a.bias_stride + a.bias_stride - 1;
+}
+
 // The biases of this lane's columns: what the scores of centred keys lack. It is one number for all keys of a block of
 // means, and a correction of token 0, whose key has a mean of its own.
 //
@@ -87,7 +92,8 @@ INLINE int own_column(const Lane& lane, int c) { return (c / 2 * 8 + 2 * lane.co
 // warp goes on to another block, and is that of whole scores again at the end. The loop holds no bias, and no rows.
 struct Biases {
     static constexpr u32 DIVISOR = TILES_A_BLOCK ? TILES_A_BLOCK : 1;  // a divisor must not be 0
-    u32 rows[OWN];  // first elements in `query_bias`: the correction of token 0, then come the biases of blocks
+    u32 rows[OWN];  // first elements in `query_bias`: the correction of token 0, then come the biases of blocks and, with
+                    // HAS_VALUE_MEANS, the score of token 0, -inf where it is not seen
 
     // A column that the request lacks takes the row of its first one: any finite number will do.
     INLINE Biases(const Arguments& a, const Request& request, int head, const Lane& lane) {
@@ -102,7 +108,7 @@ struct Biases {
     INLINE static bool ends_block(int tile) { return TILES_A_BLOCK && (tile + 1) % DIVISOR == 0; }
     // The element of the bias of a tile of pages. Tiles behind the last block of means have that one's.
     INLINE static u32 element(const Arguments& a, int tile) {
-        return TILES_A_BLOCK ? min((u32)tile / DIVISOR + 1, a.bias_stride - 1) : 1;
+        return TILES_A_BLOCK ? min((u32)tile / DIVISOR + 1, a.bias_stride - 1 - HAS_VALUE_MEANS) : 1;
     }
     // Makes the maximum one for tile `to` that is one for tile `from`.
     INLINE void rebase_maxima(const Arguments& a, float (&maxima)[OWN], int from, int to) const {
@@ -121,6 +127,15 @@ struct Biases {
     INLINE void add_first(const Arguments& a, const Lane& lane, float score_factor, float (&scores)[SCORES]) const {
         if (lane.row == 0) for_each<OWN>([&](auto c) {
             scores[c.value / 2 * 4 + c.value % 2] += load(a, c.value, 0) / score_factor;
+        });
+    }
+    // Keeps the whole scores of token 0 that are not masked.
+    INLINE void keep_first(const Arguments& a, const Request& request, const Lane& lane, float score_factor,
+                           const float (&scores)[SCORES]) const {
+        if (lane.row == 0) for_each<OWN>([&](auto c) {
+            const float score = scores[c.value / 2 * 4 + c.value % 2];
+            if (score > minus_infinity() && request.has(own_column(lane, c.value)))
+                a.query_bias[rows[c.value] + a.bias_stride - 1] = score * score_factor + load(a, c.value, 1);
         });
     }
 };

@@ -40,8 +40,12 @@ struct WeightedSum {
 // side. Of heads of 256 a lane holds one tile at a time.
 constexpr int TILES_PER_WARP = (HEAD_DIM / 16 + WARPS - 1) / WARPS, FRAGMENTS = HEAD_DIM / 16;
 constexpr int TILES_AT_ONCE = HEAD_DIM > 128 ? 1 : TILES_PER_WARP, TURNS = TILES_PER_WARP / TILES_AT_ONCE;
+// With HAS_VALUE_MEANS, behind it are the mean of each output channel, and what that of token 0 is more.
 struct Matrix {
     Quad fragments[TILES_AT_ONCE][FRAGMENTS];
+#if HAS_VALUE_MEANS
+    Floats means[TILES_AT_ONCE][2];  // of channels `lane.row` and 8 further
+#endif
 
     // The warp's tiles of a turn, `first` and every WARPS-th after it.
     INLINE void load(const Arguments& a, int head, int first, const Lane& lane) {
@@ -51,6 +55,13 @@ struct Matrix {
             if (tile < HEAD_DIM / 16) for_each<FRAGMENTS>([&](auto f) {
                 fragments[i.value][f.value] = load_constant_16(source + (tile * FRAGMENTS + f.value) * 32);
             });
+#if HAS_VALUE_MEANS
+            if (tile < HEAD_DIM / 16) for_each<2>([&](auto half) {
+                const float* pair = (const float*)(source - lane.index + FRAGMENTS * FRAGMENTS * 32) +
+                                    2 * (16 * tile + 8 * half.value + lane.row);
+                means[i.value][half.value] = {load_constant(pair), load_constant(pair + 1)};
+            });
+#endif
         });
     }
 };
@@ -61,8 +72,17 @@ INLINE void store_output(const Arguments& a, long long offset, float x) {
     else ((float*)a.output)[offset] = x;
 }
 
-// Stores the channels of a turn's tiles, the first of which is `first`, of matrix^T x, with x rounded to tf32, which has
-// fp32's range, and sums in fp32.
+// Puts behind a column's outputs, `combined`, the weights by which these lack means of V: of all tokens, 0 or 1, and of
+// token 0.
+INLINE void put_weights(const Arguments& a, const Request& request, int head, int column, const WeightedSum& sum,
+                        float* combined) {
+    const float first = load_from_l2(a.query_bias + first_score_at(a, request, head, column));
+    combined[HEAD_DIM] = sum.total > 0;
+    combined[HEAD_DIM + 1] = sum.total > 0 ? exp2_fast(first - sum.maximum) / sum.total : 0;
+}
+
+// Stores the channels of a turn's tiles, the first of which is `first`, of matrix^T x and the means, with x rounded to
+// tf32, which has fp32's range, and sums in fp32.
 INLINE void rotate_tiles_back(const Arguments& a, const Request& request, int head, int first, const Lane& lane,
                               const Matrix& matrix, const float* combined) {
 #pragma unroll(UNPACKERS ? 2 : TURNS > 1 ? 1 : OCTETS)
@@ -83,6 +103,11 @@ INLINE void rotate_tiles_back(const Arguments& a, const Request& request, int he
             const int column = 8 * octet + 2 * lane.column + r.value % 2;
             const int channel = 16 * (first + r.value / 4 * WARPS) + lane.row + r.value / 2 % 2 * 8;
             if (!request.has(column)) return;
+#if HAS_VALUE_MEANS
+            const Floats& mean = matrix.means[r.value / 4][r.value / 2 % 2];
+            const float* weights = combined + column * ROW + HEAD_DIM;  // of `put_weights`
+            sums[r.value / 4][r.value % 4] += weights[0] * mean.x + weights[1] * mean.y;
+#endif
             const int token = request.start + column / QUERY_GROUP, member = column % QUERY_GROUP;
             store_output(a, (long long)token * a.output_token_stride +
                                 (long long)(head * QUERY_GROUP + member) * a.output_head_stride + channel,
@@ -148,6 +173,8 @@ INLINE bool combine_blocks(const Arguments& a, const Request& request, int head,
         if (column >= COLUMNS) return;
         weights[column * 32 + lane] = sum.total > 0 ? weight / sum.total : 0;
         if (HAS_LSE && lane == 0 && request.has(column)) a.lse[request.row(head, column)] = sum.lse();
+        if (HAS_VALUE_MEANS && lane == 0 && request.has(column))
+            put_weights(a, request, head, column, sum, combined + column * ROW);
     });
     sync_columns();
 #pragma unroll 1

@@ -21,6 +21,7 @@
 //   CUT_TILES, SLOT_SHIFT, PART_SHIFT   the encoding of work items (`schedule.py`)
 //   RING_BLOCK, RECENT                  tokens of a ring block (0: no ring), and of the recent window
 //   HAS_BIAS, HAS_LSE                   whether keys are centred, and whether blocks write log-sum-exps
+//   HAS_VALUE_MEANS                     whether values are centred; then keys are, too
 //   TILES_A_BLOCK                       tiles of pages that a block of means serves (0: one block serves all)
 //   OUTPUT                              dtype of the output: 0 is fp16, 1 bf16, 2 fp32
 //   WARPS, STAGES, BLOCKS               warps per block, stages per warp, blocks per SM
@@ -41,7 +42,7 @@ struct Arguments {
     const int* query_start;    // [requests + 1], first query token of each request, and their number; HAS_PASS_TABLE:
                                // [passes, 4], a request, its first query token of the pass, their number, and keys
     const int* seq_lens;       // [requests], tokens in the cache, those of the query included
-    const float* query_bias;   // [tokens, query heads, bias_stride]; see `Biases`
+    float* query_bias;         // [tokens, query heads, bias_stride]; see `Biases`
     const int* ring_table;     // [requests, ring blocks]
     const int* ring_first;     // [requests], the first token that is in the ring
     const int* schedule;       // [items, 4], the words of `WorkItem`
@@ -52,7 +53,8 @@ struct Arguments {
     // fixed for a layer
     const unsigned char* cache;  // [blocks, KV heads, 16 MICRO_BLOCKS tokens, slot bytes]
     const unsigned char* ring;   // [blocks, KV heads, RING_BLOCK, RING_SLOT_BYTES]
-    const void* matrix;          // fp16 [1 or KV heads, HEAD_DIM / 16, HEAD_DIM / 16, 32, 8]
+    const void* matrix;          // fp16 [1 or KV heads, HEAD_DIM / 16, HEAD_DIM / 16, 32, 8]; with HAS_VALUE_MEANS,
+                                 // each head's is followed by fp32 [HEAD_DIM, 2], see `Matrix`
     int* counters;               // [items, KV heads], 0 before and after each launch
     unsigned block_stride, head_stride, ring_block_stride, ring_head_stride;
     unsigned matrix_head_stride, output_token_stride, output_head_stride;  // of the matrix in 16 bytes

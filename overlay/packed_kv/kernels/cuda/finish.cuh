@@ -79,6 +79,8 @@ INLINE void combine_warps(const Arguments& a, const Request& request, int head, 
         if (is_alone) {
             *(Numbers*)(combined + column * ROW + channel) = scaled(mean, sum.total > 0 ? 1 / sum.total : 0);
             if (HAS_LSE && channel == 0 && request.has(column)) a.lse[request.row(head, column)] = sum.lse();
+            if (HAS_VALUE_MEANS && channel == 0 && request.has(column))
+                put_weights(a, request, head, column, sum, combined + column * ROW);
         } else if (request.has(column)) {
             const long long row = part_row(item, item.part, head, column);
             *(Numbers*)(a.partial_output + row * HEAD_DIM + channel) = mean;

@@ -14,6 +14,7 @@ from ...gpu_generations import generation_of
 from ...layout import MICRO_BLOCK, PageLayout, ring_slot_bytes
 from ..checks import check_int32, check_pages, check_ring, head_stride
 from ..kernel_layout import KernelLayout, kernel_layout
+from ..triton.means import Means
 from . import LARGE_HEAD, pass_tokens
 from .code_constants import decoder_constants, group_constants
 from .grids import (
@@ -47,7 +48,8 @@ class PairVariant(NamedTuple):
     tokens of the recent window; output is the output's dtype; has_lse says whether blocks that write the output write
     log-sum-exps too; tiles_a_block is how many tiles of pages one block of means serves, or 0 if there is one block;
     passes is how many passes over the keys of a request its query tokens take; has_pass_table says whether requests are
-    passes over prefixes that a table lists (`prefix_launch.py`); capability is the GPU's.
+    passes over prefixes that a table lists (`prefix_launch.py`); capability is the GPU's; has_value_means says whether
+    values are centred.
     """
 
     warps: int
@@ -63,6 +65,7 @@ class PairVariant(NamedTuple):
     passes: int = 1
     has_pass_table: bool = False
     capability: tuple[int, int] = HOPPER.capability
+    has_value_means: bool = False
 
 
 def constants(page: PageLayout, kv_heads: int, group: int, variant: PairVariant) -> dict[str, str]:
@@ -107,6 +110,7 @@ def constants(page: PageLayout, kv_heads: int, group: int, variant: PairVariant)
         "BLOCKS": grid_inputs(page, kv_heads, 1, generation_of(variant.capability)).warps_per_sm(columns) // warps,
         "IS_FINAL": int(variant.is_final),
         "HAS_LSE": int(variant.has_lse),
+        "HAS_VALUE_MEANS": int(variant.has_value_means),
     }
     return {name: str(value) for name, value in values.items()}
 
@@ -137,20 +141,29 @@ def _layout_constants(layout: KernelLayout) -> dict[str, object]:
     return constants
 
 
-def pack_matrix(matrix: torch.Tensor) -> torch.Tensor:
+def pack_matrix(matrix: torch.Tensor, means: Means | None = None) -> torch.Tensor:
     """Return a rotation matrix in the order in which lanes load it, as left operands of mma.m16n8k8.
 
     Args:
         matrix: fp16 [1 or KV heads, head_dim, head_dim], of `rotation_matrix(..., inverse=True)`.
+        means: of V, or None.
 
     Returns:
         fp16 [1 or KV heads, head_dim / 16, head_dim / 16, 32, 8], where a lane's 8 elements are those of two products.
+        With means [1 or KV heads, elements]: behind the matrix of a head are fp32 numbers [head_dim, 2], the mean and
+        what that of position 0 is more.
     """
     heads, head_dim, _ = matrix.shape
     # Output channel = tile, upper, row; summed channel = fragment, product, right, column.
     x = matrix.transpose(1, 2).reshape(heads, head_dim // 16, 2, 8, head_dim // 16, 2, 2, 4)
     x = x.permute(0, 1, 4, 3, 7, 5, 6, 2)  # tile, fragment, row, column, product, right, upper
-    return x.reshape(heads, head_dim // 16, head_dim // 16, 32, 8).contiguous()
+    packed = x.reshape(heads, head_dim // 16, head_dim // 16, 32, 8).contiguous()
+    if means is None:
+        return packed
+    mean, _, of_first = means.rows.unbind(1)
+    behind = torch.stack((mean, of_first - mean), dim=-1).contiguous().view(torch.float16).flatten(1)
+    heads = max(heads, len(behind))
+    return torch.cat((packed.flatten(1).expand(heads, -1), behind.expand(heads, -1)), dim=1).contiguous()
 
 
 CALL_ARGUMENTS, STEP_ARGUMENTS = struct.Struct("=Q"), struct.Struct("=11Q3I4x")
@@ -181,7 +194,8 @@ def step_arguments(
             with a schedule [items, KV heads, columns, head_dim].
         partial_stats: fp32 [..., 2], the maximum of the scores and the sum of the weights of each partial output.
         query_bias: fp32 [tokens, query heads, 1 + blocks of means], contiguous, in log2 units: the correction of token
-            0, and what the mean of each block adds to scores; None: keys are not centred.
+            0, and what the mean of each block adds to scores; one more column, -inf, where values are centred; None:
+            keys are not centred.
         ring: block table int32 [requests, blocks] and first tokens int32 [requests] are read; None: there is none.
         lse: fp32 [tokens, query heads], contiguous: filled with the natural log-sum-exps of the scores where blocks
             write the output; None: not wanted.
@@ -213,7 +227,7 @@ def layer_arguments(
         cache: uint8 [blocks, KV heads, block_size, slot_bytes]; its address and strides are multiples of 16 bytes.
         ring: cache uint8 [blocks, KV heads, ring block, ring slot bytes], likewise aligned; None: there is none.
         output: fp16, bf16 or fp32 [tokens, KV heads, queries per KV head, head_dim], unit stride over channels.
-        matrix: fp16 [1 or KV heads, head_dim / 16, head_dim / 16, 32, 8], of `pack_matrix`.
+        matrix: of `pack_matrix`.
         counters: int32 zeros [items * KV heads], of `make_counters`.
     """
     check_pages(cache)
@@ -236,7 +250,7 @@ class CudaDecode(CudaKernel[tuple[int, bool, int]]):
 
     Args:
         page: layout of the cache.
-        matrix: fp16 [1 or KV heads, head_dim / 16, head_dim / 16, 32, 8], of `pack_matrix`.
+        matrix: of `pack_matrix`.
         counters: int32 zeros [items * KV heads], of `make_counters`.
         cache: uint8 [blocks, KV heads, block_size, slot_bytes]; its address and strides are multiples of 16 bytes.
         ring: cache uint8 [blocks, KV heads, ring block, ring slot bytes], likewise aligned; None: there is none.
@@ -245,14 +259,16 @@ class CudaDecode(CudaKernel[tuple[int, bool, int]]):
         tiles_a_block: tiles of pages that one block of means serves, 0: there is one block; None: keys are not centred,
             and steps have no query bias.
         has_lse: whether steps whose grid is final have log-sum-exps to fill.
+        has_value_means: whether values are centred, and the matrix has their means.
     """
 
     def __init__(
         self, page: PageLayout, matrix: torch.Tensor, counters: torch.Tensor, cache: torch.Tensor, ring: Ring | None,
-        output: torch.Tensor, tiles_a_block: int | None, has_lse: bool = False,
+        output: torch.Tensor, tiles_a_block: int | None, has_lse: bool = False, has_value_means: bool = False,
     ) -> None:  # fmt: skip
         _, self.kv_heads, self.group, _ = output.shape
         self.page, self.tiles_a_block, self.has_lse, self.output = page, tiles_a_block, has_lse, output.dtype
+        self.has_value_means = has_value_means
         self.keep_alive = matrix, counters
         self.block_size, self.capability = cache.shape[2], capability_of(cache.device)
         self.ring_block, self.recent = (ring.cache.shape[2], ring.window) if ring else (0, 0)
@@ -307,6 +323,7 @@ class CudaDecode(CudaKernel[tuple[int, bool, int]]):
             warps, is_final, column_count(self.group, max_query_len), self.block_size, self.ring_block,
             self.recent, self.tiles_a_block is not None, self.output, self.has_lse and is_final,
             self.tiles_a_block or 0, pass_count(self.group, max_query_len), capability=self.capability,
+            has_value_means=self.has_value_means,
         )  # fmt: skip
         values = constants(self.page, self.kv_heads, self.group, variant)
         return Compilation.of(source_of(values, self.capability), values)

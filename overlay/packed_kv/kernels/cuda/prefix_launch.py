@@ -125,17 +125,17 @@ class CudaPrefix(CudaKernel[None]):
 
     Args:
         page: layout of the cache.
-        matrix: fp16 [1 or KV heads, head_dim / 16, head_dim / 16, 32, 8], of `pack_matrix`.
+        matrix: of `pack_matrix`.
         counters: of `PrefixSchedules`.
         cache, ring: see `CudaDecode`.
         output: fp16, bf16 or fp32 [tokens, KV heads, queries per KV head, head_dim], unit stride over channels; calls
             have its dtype and strides.
-        tiles_a_block: see `CudaDecode`.
+        tiles_a_block, has_value_means: see `CudaDecode`.
     """
 
     def __init__(
         self, page: PageLayout, matrix: torch.Tensor, counters: torch.Tensor, cache: torch.Tensor, ring: Ring | None,
-        output: torch.Tensor, tiles_a_block: int | None,
+        output: torch.Tensor, tiles_a_block: int | None, has_value_means: bool = False,
     ) -> None:  # fmt: skip
         _, self.kv_heads, self.group, head_dim = output.shape
         self.page, self.keep_alive = page, (matrix, counters)
@@ -143,7 +143,7 @@ class CudaPrefix(CudaKernel[None]):
         self.variant = PairVariant(
             block_kind(1, inputs, COLUMNS).warps, True, COLUMNS, cache.shape[2],
             *((ring.cache.shape[2], ring.window) if ring else (0, 0)), tiles_a_block is not None, output.dtype,
-            has_lse=True, tiles_a_block=tiles_a_block or 0, has_pass_table=True,
+            has_lse=True, tiles_a_block=tiles_a_block or 0, has_pass_table=True, has_value_means=has_value_means,
         )  # fmt: skip
         layer = layer_arguments(cache, ring, output, matrix, counters)
         super().__init__(CALL_ARGUMENTS.size + STEP_ARGUMENTS.size, layer, cache.device.index)

@@ -210,6 +210,11 @@ INLINE void wait_for_copies() { asm volatile("cp.async.wait_all;" ::: "memory");
 // Loads past the L1 cache, which does not see what other SMs wrote. The address is a multiple of the bytes loaded.
 struct __align__(8) Floats { float x, y; };
 struct __align__(16) Numbers { float x, y, z, w; };
+INLINE float load_from_l2(const float* pointer) {
+    float result;
+    asm volatile("ld.global.cg.f32 %0, [%1];" : "=f"(result) : "l"(pointer) : "memory");
+    return result;
+}
 INLINE Floats load_2_from_l2(const float* pointer) {
     Floats result;
     asm volatile("ld.global.cg.v2.f32 {%0, %1}, [%2];" : "=f"(result.x), "=f"(result.y) : "l"(pointer) : "memory");

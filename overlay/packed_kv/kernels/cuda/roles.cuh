@@ -40,6 +40,7 @@ INLINE void store_rows(const Arguments& a, const Request& request, int head, con
         if (is_alone) {
             factor = total > 0 ? factor / total : 0;
             if (HAS_LSE && writes_statistics) a.lse[request.row(head, column)] = sum.lse();
+            if (HAS_VALUE_MEANS && writes_statistics) put_weights(a, request, head, column, sum, target);
         } else {
             const long long row =
                 IS_FINAL ? part_row(item, item.part, head, column) : request.row(head, column) * splits + split;

@@ -45,6 +45,11 @@ INLINE void prepare_scores(const Arguments& a, const Request& request, const Tea
                 const int own = token + i.value / 2 * 8 + i.value % 2;
                 score = own >= first && own < last ? score + change : minus_infinity();
             });
+            if constexpr (HAS_VALUE_MEANS) {
+                const float score = scores[2 * r.value];
+                if (block.value == 0 && token == 0 && score > minus_infinity() && request.has(own_row))
+                    a.query_bias[first_score_at(a, request, blockIdx.y, own_row)] = score * PAGE_FACTOR + bias;
+            }
         });
     });
     state.element = element;

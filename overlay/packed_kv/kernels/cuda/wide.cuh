@@ -45,6 +45,7 @@ INLINE void store_team(const Arguments& a, const Request& request, int head, con
         } else if (HAS_LSE && writes_statistics) {
             a.lse[request.row(head, column)] = sum.lse();
         }
+        if (HAS_VALUE_MEANS && is_alone && writes_statistics) put_weights(a, request, head, column, sum, target);
         if (is_alone || request.has(column)) for_each<4>([&](auto i) {
             target[32 * warp + 16 * (i.value / 2) + 8 * (i.value % 2) + lane.row] =
                 state.output[i.value / 2][c.value / 2 * 4 + i.value % 2 * 2 + c.value % 2] * factor;

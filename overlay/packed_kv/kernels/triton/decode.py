@@ -22,7 +22,7 @@ from ..kernel_layout import kernel_layout
 from ..units import LOG2_E
 from .fragments import hide_from_optimizer
 from .launch import Arguments, Launch, StepLaunch
-from .means import add_first_bias, bias_increase, bias_of_block, block_of, columns_and_rows
+from .means import add_first_bias, bias_increase, bias_of_block, block_of, columns_and_rows, store_first_score
 from .pages import decode_key, decode_value, load_key, load_value
 from .ring import RING_UNIT, attend_ring
 from .scales import key_scales, online_softmax_update, scale_weights, transpose_weights
@@ -55,7 +55,7 @@ def _decode_kernel(
     table_stride, ring_table_stride, cache, ring, block_stride, head_stride, ring_block_stride, ring_head_stride,
     soft_cap,
     KV_HEADS: tl.constexpr, QUERY_GROUP: tl.constexpr, SLIDING_WINDOW: tl.constexpr,
-    HAS_SOFT_CAP: tl.constexpr, MEAN_BLOCKS: tl.constexpr, TILES_A_BLOCK: tl.constexpr,
+    HAS_SOFT_CAP: tl.constexpr, MEAN_BLOCKS: tl.constexpr, BIAS_COLUMNS: tl.constexpr, TILES_A_BLOCK: tl.constexpr,
     MICRO_BLOCKS_A_BLOCK: tl.constexpr, RING_BLOCK: tl.constexpr, RECENT: tl.constexpr, COLUMNS: tl.constexpr,
     LAYOUT: tl.constexpr,
 ):  # fmt: skip
@@ -65,9 +65,9 @@ def _decode_kernel(
 
     Args:
         query: fp16 [tokens, KV_HEADS, QUERY_GROUP, head_dim], contiguous, rotated and in powers of 2.
-        query_bias: fp32 [tokens, KV_HEADS * QUERY_GROUP, 1 + MEAN_BLOCKS], contiguous, what scores lack: at position 0,
+        query_bias: fp32 [tokens, KV_HEADS * QUERY_GROUP, BIAS_COLUMNS], contiguous, what scores lack: at position 0,
             beyond block 0's, then in each block of TILES_A_BLOCK tiles (0: all are in the one block). Not read where
-            MEAN_BLOCKS is 0: scores lack nothing.
+            MEAN_BLOCKS is 0: scores lack nothing. A column behind these gets the score of token 0.
         block_table: int32 [requests, blocks], with `table_stride`.
         query_start, seq_lens: int32 [requests + 1] and [requests].
         partial_output, partial_stats: fp32 [tokens, KV_HEADS * QUERY_GROUP, splits, head_dim] and [.., .., splits, 2],
@@ -84,6 +84,7 @@ def _decode_kernel(
     GROUPS: tl.constexpr = len(LAYOUT.key_vector.groups)
     SCORE_UNIT: tl.constexpr = LAYOUT.score_unit
     INVERSE_SCORE_UNIT: tl.constexpr = 1 / SCORE_UNIT
+    KEEPS_FIRST: tl.constexpr = BIAS_COLUMNS > 1 + MEAN_BLOCKS
     MICRO_BLOCK_WORDS: tl.constexpr = LAYOUT.micro_block_bytes // 4
     splits = tl.num_programs(0)
     split, head, request = tl.program_id(0), tl.program_id(1) % KV_HEADS, tl.program_id(2)
@@ -138,15 +139,17 @@ def _decode_kernel(
             if HAS_SOFT_CAP and MEAN_BLOCKS > 0:
                 bias = bias_of_block(
                     query_bias, block_of(tile, TILES_A_BLOCK), first_row, count, KV_HEADS, QUERY_GROUP, MEAN_BLOCKS,
-                    COLUMNS,
+                    BIAS_COLUMNS, COLUMNS,
                 )  # fmt: skip
                 scores += bias[None, :] / INVERSE_SCORE_UNIT
                 if tile == 0:
                     scores = add_first_bias(scores, tl.arange(0, 32), query_bias, first_row, count, INVERSE_SCORE_UNIT,
-                                            KV_HEADS, QUERY_GROUP, MEAN_BLOCKS)  # fmt: skip
+                                            KV_HEADS, QUERY_GROUP, BIAS_COLUMNS)  # fmt: skip
             if TILES_A_BLOCK > 0 and not HAS_SOFT_CAP and tile % TILES_A_BLOCK == 0:
                 own = tile // TILES_A_BLOCK  # no harm before the first tile: what is masked stays so
-                maximum -= bias_increase(query_bias, own, first_row, count, KV_HEADS, QUERY_GROUP, MEAN_BLOCKS, COLUMNS)
+                maximum -= bias_increase(
+                    query_bias, own, first_row, count, KV_HEADS, QUERY_GROUP, MEAN_BLOCKS, BIAS_COLUMNS, COLUMNS
+                )
             # The next tile's K is under way while this one's V is used, its V while its own K is: each word's
             # registers are free again when its successor is asked for.
             key_words, key_scale_words = load_key(base0, base1, lanes, LAYOUT)
@@ -161,13 +164,13 @@ def _decode_kernel(
             at_end = tile * 32 + 32 > _page_limit(seq_len - count + 1, recent, RING_BLOCK, RECENT)
             if SLIDING_WINDOW > 0:
                 at_end = at_end | (tile * 32 < seq_len - SLIDING_WINDOW)
-            if MEAN_BLOCKS > 0 and not HAS_SOFT_CAP:
+            if MEAN_BLOCKS > 0 and (KEEPS_FIRST or not HAS_SOFT_CAP):
                 at_end = at_end | (tile == 0)
             if at_end:
                 tokens = tile * 32 + tl.arange(0, 32)
                 if MEAN_BLOCKS > 0 and not HAS_SOFT_CAP:
                     scores = add_first_bias(scores, tokens, query_bias, first_row, count, INVERSE_SCORE_UNIT,
-                                            KV_HEADS, QUERY_GROUP, MEAN_BLOCKS)  # fmt: skip
+                                            KV_HEADS, QUERY_GROUP, BIAS_COLUMNS)  # fmt: skip
                 column = hide_from_optimizer(tl.program_id(1)) // KV_HEADS * COLUMNS + tl.arange(0, COLUMNS)
                 # A query sees tokens limit - SLIDING_WINDOW .. limit - 1.
                 limit = seq_len - count + column // QUERY_GROUP + 1
@@ -175,6 +178,13 @@ def _decode_kernel(
                 if SLIDING_WINDOW > 0:
                     visible = visible & (tokens[:, None] >= limit[None, :] - SLIDING_WINDOW)
                 scores = tl.where(visible, scores, float("-inf"))
+                if KEEPS_FIRST and tile == 0:
+                    whole = scores * unit
+                    if not HAS_SOFT_CAP:
+                        whole += bias_of_block(
+                            query_bias, 0, first_row, count, KV_HEADS, QUERY_GROUP, MEAN_BLOCKS, BIAS_COLUMNS, COLUMNS
+                        )[None, :]
+                    store_first_score(whole, tokens, query_bias, first_row, count, KV_HEADS, QUERY_GROUP, BIAS_COLUMNS)
                 lane_tokens = tile * 32 + tl.arange(0, 2)[None, :] * 16 + hide_from_optimizer(lanes) % 4 * 2
                 stored = tl.zeros([32, 2], tl.int32)
                 for byte in tl.static_range(4):
@@ -199,7 +209,7 @@ def _decode_kernel(
         if MEAN_BLOCKS > 0 and not HAS_SOFT_CAP:
             maximum += bias_of_block(
                 query_bias, block_of(high - 1, TILES_A_BLOCK), first_row, count, KV_HEADS, QUERY_GROUP, MEAN_BLOCKS,
-                COLUMNS,
+                BIAS_COLUMNS, COLUMNS,
             )  # fmt: skip
 
     columns, rows = columns_and_rows(hide_from_optimizer(tl.program_id(1)) // KV_HEADS, KV_HEADS, QUERY_GROUP, COLUMNS)
@@ -222,7 +232,7 @@ def _decode_kernel(
                 ring_low, ring_high, seq_len, seq_len - count + columns // QUERY_GROUP + 1, soft_cap,
                 query_bias, first_row, count,
                 RING_BLOCK, min_window(RECENT, SLIDING_WINDOW), HAS_SOFT_CAP, KV_HEADS, QUERY_GROUP, MEAN_BLOCKS,
-                TILES_A_BLOCK, LAYOUT,
+                BIAS_COLUMNS, TILES_A_BLOCK, LAYOUT,
             )  # fmt: skip
     _store_partial(partial_output, partial_stats, outputs, maximum, total, first_row.to(tl.int64) * splits + split,
                    rows * splits, valid, output_unit, GROUPS)  # fmt: skip
@@ -331,7 +341,8 @@ class DecodeShape:
     `sliding_window`: tokens that a query sees, itself included, or None; `logits_soft_cap`: of the scores before the
     softmax, or None; `mean_blocks`: blocks of positions for which queries have a bias (`RotateQueryLaunch`), 0: they
     have none; `tiles_a_block`: tiles of 32 of the cache's tokens in such a block, 0: all are in one; `max_registers`:
-    of a thread, at head_dim up to `WIDE_HEAD_DIM` and up to `OUTPUTS` outputs or 8 columns.
+    of a thread, at head_dim up to `WIDE_HEAD_DIM` and up to `OUTPUTS` outputs or 8 columns; `keeps_first`: whether a
+    score of position 0 follows the biases, as V has means.
     """
 
     kv_heads: int
@@ -342,6 +353,12 @@ class DecodeShape:
     mean_blocks: int = 0
     tiles_a_block: int = 0
     max_registers: int = MAX_REGISTERS
+    keeps_first: bool = False
+
+    @property
+    def bias_columns(self) -> int:
+        """Biases of a query, and the score behind them."""
+        return 1 + self.mean_blocks + self.keeps_first
 
     def tiles(self, max_query_len: int) -> tuple[int, int]:
         """Columns of a tile and tiles of a KV head, for requests with at most so many query tokens."""
@@ -396,7 +413,8 @@ class DecodeLaunch(Launch):
             ),
             dict(
                 KV_HEADS=shape.kv_heads, QUERY_GROUP=shape.group, SLIDING_WINDOW=shape.sliding_window or 0,
-                HAS_SOFT_CAP=bool(soft_cap), MEAN_BLOCKS=shape.mean_blocks, TILES_A_BLOCK=shape.tiles_a_block,
+                HAS_SOFT_CAP=bool(soft_cap), MEAN_BLOCKS=shape.mean_blocks, BIAS_COLUMNS=shape.bias_columns,
+                TILES_A_BLOCK=shape.tiles_a_block,
                 MICRO_BLOCKS_A_BLOCK=cache.shape[2] // 16, RING_BLOCK=ring.cache.shape[2] if ring else 0,
                 RECENT=ring.window if ring else 0, COLUMNS=columns, LAYOUT=kernel_layout(page),
             ),

@@ -128,7 +128,7 @@ def _unrotate_kernel(
     KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr, ROWS: tl.constexpr,
     MEAN_BLOCKS: tl.constexpr, MEAN_BLOCK_TOKENS: tl.constexpr,
 ):  # fmt: skip
-    """Rotate vectors back and add the means of keys. A program overwrites only what it alone has read.
+    """Rotate vectors back and add their means. A program overwrites only what it alone has read.
 
     Grid: (rows / ROWS, KV heads).
 
@@ -170,7 +170,7 @@ def _unrotate_kernel(
 
 class UnrotateLaunch(Launch):
     """Turns what `GatherLaunch` wrote back into the model's basis, in place, by a layer's `matrix` of K or V
-    (`rotation_matrix`), and adds the `means` of keys. Called without tensors."""
+    (`rotation_matrix`), and adds its `means`. Called without tensors."""
 
     def __init__(self, matrix: torch.Tensor, kv_heads: int, head_dim: int, means: Means | None) -> None:
         rows, spectrum = (matrix, matrix) if means is None else (means.rows, means.spectrum)

@@ -1,4 +1,10 @@
-"""The means of a layer's keys as kernels have them: by channel, position's block and head (`codecs/transform.py`)."""
+"""The means of a layer's keys and values as kernels have them: by channel, position's block and head
+(`codecs/transform.py`).
+
+A score lacks the query's product with the mean of its key: `bias_of_rows` computes that for each block of positions. An
+output lacks the mean of its values, which is added as it is rotated back (`merge.py`, `kernels/cuda/combine.cuh`); for
+the value of position 0, which has a mean of its own, the decode kernels leave its score behind the biases.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +31,7 @@ LATER_TOKENS = tl.constexpr(256)
 
 
 class Means(NamedTuple):
-    """Means of keys, in the model's order of channels.
+    """Means of keys, or of values, in the model's order of channels.
 
     `rows`: fp32 [1 or KV heads, 3, stored_dim], contiguous: a and p of the mean a * cosine + p * sine, and the mean of
     position 0. `spectrum`: fp32 [blocks, 2, stored_dim], contiguous: cosine and sine of each block of positions.
@@ -38,8 +44,8 @@ class Means(NamedTuple):
 
     @classmethod
     def of(cls, transform: ChannelTransform, *, has_first: bool = True) -> Means | None:
-        """Means of K's transform, None if it takes off nothing. Without `has_first`, position 0 is like any other of
-        its block: for a rank that does not have it."""
+        """Means of the transform of K or V, None if it takes off nothing. Without `has_first`, position 0 is like any
+        other of its block: for a rank that does not have it."""
         rows = transform.mean_rows()
         if rows is None:
             return None
@@ -60,8 +66,8 @@ def bias_programs(blocks: int) -> int:
 
 class QueryConstants(NamedTuple):
     """Constants of kernels that rotate queries: KV heads, query heads of each, channels of a query, and of
-    what is stored; programs that compute biases (0: there are none), and the means' blocks of positions and positions
-    of a block."""
+    what is stored; programs that compute biases (0: there are none), the means' blocks of positions and positions of a
+    block, and whether a score of position 0 follows the biases."""
 
     kv_heads: int
     group: int
@@ -70,6 +76,7 @@ class QueryConstants(NamedTuple):
     bias_programs: int
     mean_blocks: int
     mean_block_tokens: int
+    keeps_first: bool
 
 
 class Rotation(NamedTuple):
@@ -100,14 +107,15 @@ def bias_of_rows(
     """Compute the biases of the scores of a block of 16 rows (query heads of one KV head, by token), in columns: the
     query's product with the mean of position 0 less that of block 0, then with the mean of each block of positions; all
     times the scale. Of all `bias_programs`, program `program` computes every so many-th run of COLUMNS columns, up to
-    those that a tile of these requests needs; the others stay as they are.
+    those that a tile of these requests needs; the others stay as they are. With `keeps_first`, one more column becomes
+    -inf: the score of position 0 of a query that does not see it.
 
     The products are as exact as fp32: a mean may be large, and scores of different blocks are compared. A query is as
     it is in tf32 (of fp32, rounded), a mean is two such numbers.
 
     Args:
         query: pointer to fp16, bf16 or fp32 [tokens, query heads, dim].
-        bias: pointer to fp32 [tokens, query heads, 1 + mean_blocks], contiguous; filled.
+        bias: pointer to fp32 [tokens, query heads, 1 + mean_blocks + keeps_first], contiguous; filled.
         positions: pointer to int64 [tokens]; not read where mean_block_tokens is 0.
         rows: int32, rows of a KV head: tokens times group.
         block, head, program: int32.
@@ -124,11 +132,17 @@ def bias_of_rows(
     BLOCK_TOKENS: tl.constexpr = QUERIES.mean_block_tokens
     COLUMNS: tl.constexpr = _COLUMNS
     PROGRAMS: tl.constexpr = QUERIES.bias_programs
+    BIAS_COLUMNS: tl.constexpr = 1 + BLOCKS + QUERIES.keeps_first
     token_stride, head_stride, scale = rotation.token_stride, rotation.head_stride, rotation.scale
     row = (block * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     token, member = row // QUERY_GROUP, head * QUERY_GROUP + row % QUERY_GROUP
     source = query + token * token_stride + member * head_stride
     means = rotation.means + head.to(tl.int64) * rotation.means_head_stride
+    if QUERIES.keeps_first and program == 0:
+        place = token * (KV_HEADS * QUERY_GROUP) + member
+        tl.store(
+            bias + place * BIAS_COLUMNS + (BIAS_COLUMNS - 1), tl.full([ROWS], float("-inf"), tl.float32), row < rows
+        )
     end = 1 + BLOCKS
     if BLOCK_TOKENS > 0:
         position = tl.load(positions + token, mask=row < rows, other=0)
@@ -156,7 +170,7 @@ def bias_of_rows(
         # Computed again: as few registers as can be are taken while the loop runs.
         own = hide_from_optimizer(block) * ROWS + tl.arange(0, ROWS)
         place = own // QUERY_GROUP * (KV_HEADS * QUERY_GROUP) + head * QUERY_GROUP + own % QUERY_GROUP
-        target = bias + place.to(tl.int64)[:, None] * (1 + BLOCKS) + column[None, :]
+        target = bias + place.to(tl.int64)[:, None] * BIAS_COLUMNS + column[None, :]
         tl.store(target, result * scale, mask=(own < rows)[:, None] & (column < 1 + BLOCKS)[None, :])
 
 
@@ -169,13 +183,13 @@ def columns_and_rows(column_tile, KV_HEADS: tl.constexpr, QUERY_GROUP: tl.conste
 
 @triton.jit
 def _bias_pointers(
-    query_bias, first_row, count, KV_HEADS: tl.constexpr, QUERY_GROUP: tl.constexpr, MEAN_BLOCKS: tl.constexpr,
+    query_bias, first_row, count, KV_HEADS: tl.constexpr, QUERY_GROUP: tl.constexpr, BIAS_COLUMNS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Pointers to the biases of a program's columns, and which columns there are, bool [COLUMNS]. Made where they are
     needed: registers are scarce."""
     columns, rows = columns_and_rows(hide_from_optimizer(tl.program_id(1)) // KV_HEADS, KV_HEADS, QUERY_GROUP, COLUMNS)
-    return query_bias + (first_row.to(tl.int64) + rows) * (1 + MEAN_BLOCKS), columns < count * QUERY_GROUP
+    return query_bias + (first_row.to(tl.int64) + rows) * BIAS_COLUMNS, columns < count * QUERY_GROUP
 
 
 @triton.jit
@@ -187,22 +201,22 @@ def block_of(tile, TILES_A_BLOCK: tl.constexpr):
 @triton.jit
 def bias_of_block(
     query_bias, block, first_row, count, KV_HEADS: tl.constexpr, QUERY_GROUP: tl.constexpr, MEAN_BLOCKS: tl.constexpr,
-    COLUMNS: tl.constexpr,
+    BIAS_COLUMNS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Biases of a program's columns for the keys of a block of positions (the last one if there are not so many), fp32
-    [COLUMNS]. query_bias: pointer to fp32 [tokens, KV_HEADS * QUERY_GROUP, 1 + MEAN_BLOCKS]; block, first_row (that of
+    [COLUMNS]. query_bias: pointer to fp32 [tokens, KV_HEADS * QUERY_GROUP, BIAS_COLUMNS]; block, first_row (that of
     column 0), count (query tokens): int32."""
-    pointers, valid = _bias_pointers(query_bias, first_row, count, KV_HEADS, QUERY_GROUP, MEAN_BLOCKS, COLUMNS)
+    pointers, valid = _bias_pointers(query_bias, first_row, count, KV_HEADS, QUERY_GROUP, BIAS_COLUMNS, COLUMNS)
     return tl.load(pointers + 1 + tl.minimum(block, MEAN_BLOCKS - 1), mask=valid, other=0.0)
 
 
 @triton.jit
 def bias_increase(
     query_bias, block, first_row, count, KV_HEADS: tl.constexpr, QUERY_GROUP: tl.constexpr, MEAN_BLOCKS: tl.constexpr,
-    COLUMNS: tl.constexpr,
+    BIAS_COLUMNS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """`bias_of_block` of a block less that of the one before, or a finite number for block 0."""
-    pointers, valid = _bias_pointers(query_bias, first_row, count, KV_HEADS, QUERY_GROUP, MEAN_BLOCKS, COLUMNS)
+    pointers, valid = _bias_pointers(query_bias, first_row, count, KV_HEADS, QUERY_GROUP, BIAS_COLUMNS, COLUMNS)
     own = tl.load(pointers + 1 + tl.minimum(block, MEAN_BLOCKS - 1), mask=valid, other=0.0)
     return own - tl.load(pointers + tl.minimum(block, MEAN_BLOCKS), mask=valid, other=0.0)
 
@@ -210,10 +224,25 @@ def bias_increase(
 @triton.jit
 def add_first_bias(
     scores, tokens, query_bias, first_row, count, INVERSE_UNIT: tl.constexpr, KV_HEADS: tl.constexpr,
-    QUERY_GROUP: tl.constexpr, MEAN_BLOCKS: tl.constexpr,
+    QUERY_GROUP: tl.constexpr, BIAS_COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Scores fp32 [32 tokens, columns], in a unit, with what that of token 0 lacks beyond the others' of its block.
     tokens: int32 [32]; the rest as in `bias_of_block`."""
-    pointers, valid = _bias_pointers(query_bias, first_row, count, KV_HEADS, QUERY_GROUP, MEAN_BLOCKS, scores.shape[1])
+    pointers, valid = _bias_pointers(query_bias, first_row, count, KV_HEADS, QUERY_GROUP, BIAS_COLUMNS, scores.shape[1])
     bias = tl.load(pointers, mask=valid, other=0.0) / INVERSE_UNIT
     return scores + tl.where((tokens == 0)[:, None], bias[None, :], 0.0)
+
+
+@triton.jit
+def store_first_score(
+    scores, tokens, query_bias, first_row, count, KV_HEADS: tl.constexpr, QUERY_GROUP: tl.constexpr,
+    BIAS_COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Store the scores of token 0 behind the biases of the columns that see it.
+
+    scores: fp32 [32 tokens, columns], whole, in log2 units, -inf where a column does not see a token; the rest as in
+    `add_first_bias`.
+    """
+    pointers, valid = _bias_pointers(query_bias, first_row, count, KV_HEADS, QUERY_GROUP, BIAS_COLUMNS, scores.shape[1])
+    target = tl.broadcast_to(pointers[None, :] + (BIAS_COLUMNS - 1), scores.shape)
+    tl.store(target, scores, mask=(tokens == 0)[:, None] & valid[None, :] & (scores > float("-inf")))

@@ -1,4 +1,4 @@
-"""Merge the splits after the decode kernel and rotate the output back.
+"""Merge the splits after the decode kernel, rotate the output back, and add the means that V lacks.
 
 The rotation is a product with the matrix of `rotate.py`, in tf32 with fp32 sums.
 """
@@ -15,6 +15,7 @@ from ..checks import head_stride
 from ..units import LOG2_E
 from .fragments import to_tf32
 from .launch import Arguments, Launch, StepLaunch
+from .means import Means
 
 _LOG2_E = tl.constexpr(LOG2_E)
 
@@ -25,7 +26,7 @@ def _merge_kernel(
     matrix_head_stride, sinks,
     KV_HEADS: tl.constexpr, QUERY_GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr,
     OUTPUT_DIM: tl.constexpr, CHANNELS: tl.constexpr, ROWS: tl.constexpr, SPLITS: tl.constexpr,
-    HAS_SINKS: tl.constexpr, HAS_LSE: tl.constexpr,
+    HAS_SINKS: tl.constexpr, HAS_LSE: tl.constexpr, BIAS_COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Combine the splits of rows (query heads of a token) and rotate them back.
 
@@ -35,11 +36,14 @@ def _merge_kernel(
         output: fp16, bf16 or fp32 [tokens, KV_HEADS * QUERY_GROUP, OUTPUT_DIM], with `token_stride` and `head_stride`
             (int32); filled.
         partial_output, partial_stats: fp32 [tokens, KV_HEADS * QUERY_GROUP, splits, HEAD_DIM] and [.., .., splits, 2].
-        lse: fp32 [tokens, KV_HEADS * QUERY_GROUP]; filled where HAS_LSE.
+        lse: fp32 [tokens, KV_HEADS * QUERY_GROUP]; filled where HAS_LSE. With BIAS_COLUMNS a pair: that, and fp32
+            [.., .., BIAS_COLUMNS], whose last column has the scores of position 0, or -inf.
         rows, splits: int32, tokens times QUERY_GROUP, and at most SPLITS, a power of 2.
-        matrix: fp16 [1 or KV_HEADS, HEAD_DIM, HEAD_DIM], with `matrix_head_stride` (int32).
+        matrix: fp16 [1 or KV_HEADS, HEAD_DIM, HEAD_DIM], with `matrix_head_stride` (int32). With BIAS_COLUMNS a record:
+            that, and the means of V, fp32 [1 or KV_HEADS, 3, HEAD_DIM] of `Means.rows`, and their stride over heads.
         sinks: fp16, bf16 or fp32 [KV_HEADS * QUERY_GROUP]; read where HAS_SINKS.
         PADDED_DIM: a power of 2, at least OUTPUT_DIM. CHANNELS: of HEAD_DIM at a time.
+        BIAS_COLUMNS: 0: V has no means.
     """
     head = tl.program_id(1)
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
@@ -60,13 +64,22 @@ def _merge_kernel(
         total += tl.exp2(sink - top)
     norm = tl.where(total > 0, 1 / total, 0.0)
     if HAS_LSE:
-        tl.store(lse + place, (top + tl.log2(total)) / _LOG2_E, mask=row < rows)
+        filled = lse[0] if BIAS_COLUMNS > 0 else lse
+        tl.store(filled + place, (top + tl.log2(total)) / _LOG2_E, mask=row < rows)
 
     inner, channel = tl.arange(0, CHANNELS), tl.arange(0, PADDED_DIM)
-    matrix += head.to(tl.int64) * matrix_head_stride
+    columns = (matrix[0] if BIAS_COLUMNS > 0 else matrix) + head.to(tl.int64) * matrix_head_stride
     result = tl.zeros([16, PADDED_DIM], tl.float32)
+    if BIAS_COLUMNS > 0:  # the values' weights add up to what a sink leaves; that of position 0 has a mean of its own
+        means = matrix[1] + head.to(tl.int64) * matrix[2] + channel
+        mean = tl.load(means, mask=channel < HEAD_DIM, other=0.0)[None, :]
+        of_first = tl.load(means + 2 * HEAD_DIM, mask=channel < HEAD_DIM, other=0.0)[None, :]
+        score = tl.load(lse[1] + place * BIAS_COLUMNS + (BIAS_COLUMNS - 1), mask=row < rows, other=float("-inf"))
+        all_weights, first_weight = tl.sum(totals * weights, 1) * norm, tl.exp2(score - top) * norm
+        lacking = all_weights[:, None] * mean + first_weight[:, None] * (of_first - mean)
+        result = tl.reshape(tl.broadcast_to(lacking[None, :, :], [16 // ROWS, ROWS, PADDED_DIM]), [16, PADDED_DIM])
     for start in tl.static_range(0, HEAD_DIM, CHANNELS):
-        m = tl.load(matrix + (start + inner[:, None]) * HEAD_DIM + channel[None, :],
+        m = tl.load(columns + (start + inner[:, None]) * HEAD_DIM + channel[None, :],
                     mask=(channel < HEAD_DIM)[None, :], other=0.0)  # fmt: skip
         values = tl.load(partial_output + slot[:, :, None] * HEAD_DIM + start + inner[None, None, :],
                          mask=known[:, :, None], other=0.0)  # fmt: skip
@@ -94,7 +107,8 @@ def merge_tile(splits: int) -> tuple[int, int]:
 
 class MergeLaunch(Launch):
     """Merges the splits of `DecodeLaunch` for a tile of `merge_tile` and rotates the result back by a layer's `matrix`;
-    `has_lse`: fill the step's lse, sinks included. Called with an output of the dtype and strides of `output`."""
+    `has_lse`: fill the step's lse, sinks included; `means`: of V, then its steps have queries' biases of `bias_columns`
+    columns. Called with an output of the dtype and strides of `output`."""
 
     def __init__(
         self,
@@ -104,6 +118,8 @@ class MergeLaunch(Launch):
         sinks: torch.Tensor | None = None,
         *,
         has_lse: bool = False,
+        means: Means | None = None,
+        bias_columns: int = 0,
     ) -> None:
         _, kv_heads, group, output_dim = output.shape
         assert output_dim <= matrix.shape[2], (output.shape, matrix.shape)
@@ -113,25 +129,31 @@ class MergeLaunch(Launch):
         padded_dim = power_of_2(stored_dim(output_dim))
         padded_splits, rows = tile
         of_sinks = matrix if sinks is None else sinks
+        stride = head_stride(matrix)
+        of_matrix = matrix if means is None else (matrix, means.rows, head_stride(means.rows))
         super().__init__(
             _merge_kernel,
-            Arguments(matrix, output.stride(0), output.stride(2), head_stride(matrix), of_sinks),
+            Arguments(of_matrix, output.stride(0), output.stride(2), stride, of_sinks),
             dict(
                 KV_HEADS=kv_heads, QUERY_GROUP=group, HEAD_DIM=head_dim, PADDED_DIM=padded_dim, OUTPUT_DIM=output_dim,
                 CHANNELS=min(16384 // padded_dim, head_dim & -head_dim),  # of the matrix: at most 64 KB of registers
                 ROWS=rows, SPLITS=padded_splits, HAS_SINKS=sinks is not None, HAS_LSE=has_lse,
+                BIAS_COLUMNS=bias_columns if means is not None else 0,
             ),
             num_warps=8 if rows >= 8 or head_dim > 128 else 4,
         )  # fmt: skip
 
     @staticmethod
     def step(
-        partial_output: torch.Tensor, partial_stats: torch.Tensor, group: int, lse: torch.Tensor | None = None
-    ) -> StepLaunch:
-        """`group`: query heads per KV head. `lse`: for the kernel that fills it."""
+        partial_output: torch.Tensor, partial_stats: torch.Tensor, group: int, lse: torch.Tensor | None = None,
+        query_bias: torch.Tensor | None = None,
+    ) -> StepLaunch:  # fmt: skip
+        """`group`: query heads per KV head. `lse`: for the kernel that fills it. `query_bias`: for that which adds V's
+        means."""
         lse = partial_stats if lse is None else lse
         assert lse.is_contiguous(), lse.stride()
+        of_lse = lse if query_bias is None else (lse, query_bias)
         tokens, heads, splits, _ = partial_output.shape
         rows = tokens * group
         grid = -(-rows // merge_tile(splits)[1]), heads // group, 1
-        return StepLaunch(grid, Arguments(partial_output, partial_stats, lse, rows, splits))
+        return StepLaunch(grid, Arguments(partial_output, partial_stats, of_lse, rows, splits))

@@ -21,7 +21,7 @@ from ..checks import check_ring
 from ..units import LOG2_E
 from .fragments import IS_INTERPRETED, as_key, as_value, from_pairs, load_words, opaque
 from .launch import Arguments, Launch, StepLaunch
-from .means import add_first_bias, bias_increase, bias_of_block, block_of
+from .means import add_first_bias, bias_increase, bias_of_block, block_of, store_first_score
 from .pages import KEY, VALUE
 from .quantize import of, product
 from .scales import online_softmax_update, over_scores, scale_byte, scale_weights, transpose_weights
@@ -160,7 +160,8 @@ def attend_ring(
     queries, outputs, maximum, total, ring_head, table, block_stride, first, end, seq_len, limit, soft_cap,
     query_bias, first_row, count,
     BLOCK: tl.constexpr, WINDOW: tl.constexpr, HAS_SOFT_CAP: tl.constexpr, KV_HEADS: tl.constexpr,
-    QUERY_GROUP: tl.constexpr, MEAN_BLOCKS: tl.constexpr, TILES_A_BLOCK: tl.constexpr, LAYOUT: tl.constexpr,
+    QUERY_GROUP: tl.constexpr, MEAN_BLOCKS: tl.constexpr, BIAS_COLUMNS: tl.constexpr, TILES_A_BLOCK: tl.constexpr,
+    LAYOUT: tl.constexpr,
 ):  # fmt: skip
     """Attention of some columns over tokens first .. end - 1 of the ring: new outputs, maximum and total.
 
@@ -216,21 +217,24 @@ def attend_ring(
         token = base + tl.arange(0, 32)
         if MEAN_BLOCKS > 0:
             block = block_of(base // 32, TILES_A_BLOCK)
-            bias = bias_of_block(query_bias, block, first_row, count, KV_HEADS, QUERY_GROUP, MEAN_BLOCKS, COLUMNS)
+            bias = bias_of_block(query_bias, block, first_row, count, KV_HEADS, QUERY_GROUP, MEAN_BLOCKS, BIAS_COLUMNS,
+                                 COLUMNS)  # fmt: skip
             scores += bias[None, :]
             if TILES_A_BLOCK > 0:  # a tile begins anywhere, and may end in the next block
                 next_block = (block + 1) * (32 * TILES_A_BLOCK)
                 if base + 31 >= next_block:
                     further = bias_increase(query_bias, block + 1, first_row, count, KV_HEADS, QUERY_GROUP, MEAN_BLOCKS,
-                                        COLUMNS)  # fmt: skip
+                                        BIAS_COLUMNS, COLUMNS)  # fmt: skip
                     scores += tl.where((token >= next_block)[:, None], further[None, :], 0.0)
             if base == 0:
                 scores = add_first_bias(scores, token, query_bias, first_row, count, 1.0, KV_HEADS, QUERY_GROUP,
-                                        MEAN_BLOCKS)  # fmt: skip
+                                        BIAS_COLUMNS)  # fmt: skip
         if HAS_SOFT_CAP:
             scores = soft_cap * (1 - 2 / (tl.exp2(scores * (2 * _LOG2_E / soft_cap)) + 1))
         visible = (token[:, None] < limit[None, :]) & (token[:, None] >= limit[None, :] - WINDOW)
         scores = tl.where(visible, scores, float("-inf"))
+        if BIAS_COLUMNS > 1 + MEAN_BLOCKS and base == 0:
+            store_first_score(scores, token, query_bias, first_row, count, KV_HEADS, QUERY_GROUP, BIAS_COLUMNS)
 
         scale_words = ()
         for n in tl.static_range(4):

@@ -39,16 +39,18 @@ def rotation_matrix(codec: Codec, kv_heads: int, *, inverse: bool = False) -> to
 
 @dataclass(frozen=True)
 class QueryRotation:
-    """Rotation of a layer's queries: `matrix` fp16 [1 or KV heads, stored_dim, stored_dim], attention `scale`, and
-    `means` of its keys or None."""
+    """Rotation of a layer's queries: `matrix` fp16 [1 or KV heads, stored_dim, stored_dim], attention `scale`, `means`
+    of its keys or None, and whether a score of position 0 follows the biases."""
 
     matrix: torch.Tensor
     scale: float
     means: Means | None = None
+    keeps_first: bool = False
     columns: torch.Tensor = field(init=False)
     """The matrix by columns."""
 
     def __post_init__(self) -> None:
+        assert self.means is not None or not self.keeps_first
         object.__setattr__(self, "columns", self.matrix.transpose(1, 2).contiguous())
 
     def fixed(self, query: torch.Tensor) -> Rotation:
@@ -65,7 +67,7 @@ class QueryRotation:
         """Return the constants that a kernel is compiled for, for queries of these sizes."""
         means = (0, 0) if self.means is None else (self.means.blocks, self.means.block_tokens)
         group, stored_dim = query.shape[1] // kv_heads, self.matrix.shape[2]
-        return QueryConstants(kv_heads, group, query.shape[2], stored_dim, self.bias_programs, *means)
+        return QueryConstants(kv_heads, group, query.shape[2], stored_dim, self.bias_programs, *means, self.keeps_first)
 
     @property
     def bias_programs(self) -> int:
@@ -169,7 +171,7 @@ def _rotate_query_kernel(query, positions, rotated, bias, rows, rotation, spectr
         query: fp16, bf16 or fp32 [tokens, query heads, dim].
         positions: int64 [tokens]; read where mean_block_tokens is not 0.
         rotated: fp16 [tokens, query heads, stored_dim], contiguous; filled.
-        bias: fp32 [tokens, query heads, 1 + mean_blocks], contiguous; filled as by `bias_of_rows`.
+        bias: fp32 [tokens, query heads, 1 + mean_blocks + keeps_first], contiguous; filled as by `bias_of_rows`.
         rows: int32, tokens times group.
         rotation: `Rotation`.
         spectrum: fp32 [mean_blocks, 2, stored_dim].

@@ -90,7 +90,7 @@ class StoreLaunch(Launch):
                 codec.key.fmt.rotation,
                 codec.key.order is not None or codec.value.order is not None,
                 codec.transform_tables is not None,
-                transform.needs_positions,
+                codec.needs_positions,
                 transform.mean_blocks,
                 transform.block_tokens,
             ),
@@ -121,7 +121,7 @@ class StoreLaunch(Launch):
         in the ring. `rotate`: of `RotateQueryLaunch` with the same positions, for the launch with queries."""
         tokens = len(slots)
         if positions is None:
-            assert not codec.key.transform.needs_positions
+            assert not codec.needs_positions
             positions = slots  # not read
         else:
             assert positions.is_contiguous() and positions.dtype == torch.int64, (positions.dtype, positions.stride())
@@ -177,7 +177,7 @@ def store_kernel(
         positions_ptr: int64 [tokens]; read where `Transform` says so.
         ring_slots_ptr: int32 [ring_tokens], -1: not stored; ring_tokens: int32.
         query_targets: fp16 [query tokens, heads * group, stored_dim], contiguous, filled with rotated queries; and fp32
-            [query tokens, heads * group, 1 + mean_blocks], contiguous; see `bias_of_rows`.
+            [query tokens, heads * group, 1 + mean_blocks + keeps_first], contiguous; see `bias_of_rows`.
         query_rows: int32, query tokens times group.
         fixed: (`StoreLayer`, `Rotation`); without queries the rotation is not read.
         CONSTANTS: `PairConstants`.

@@ -33,4 +33,6 @@ struct Arguments : Requests {
 
   // Whether scores lack products with means of K. Latents have one, which is `constant`.
   bool has_means() const { return !IS_LATENT && layer->centres[0]; }
+  // Whether outputs lack means of V.
+  bool has_value_means() const { return !IS_LATENT && layer->centres[1]; }
 };

@@ -12,6 +12,13 @@
 #include "queries.h"
 #include "ring.h"
 
+// Notes a column's score of token 0, the first of a tile's.
+template <class Tile> static void note_first(const Arguments& a, const Tile& tile, int column, long first) {
+  if (first != 0 || !a.has_value_means()) return;
+  float& known = tile.softmax[column].first;
+  known = larger(known, tile.scores[(long)column * Tile::TOKENS]);
+}
+
 template <class Tile> static void attend_pages(const Arguments& a, long r, int head, const Tile& tile, Range part) {
   const uint8_t* micro_blocks[Tile::BLOCKS + Tile::AHEAD];
   const int32_t* table = a.block_table + r * a.block_table_stride;
@@ -34,6 +41,7 @@ template <class Tile> static void attend_pages(const Arguments& a, long r, int h
     if (a.soft_cap != 0) cap_scores(tile, count, (float)a.soft_cap);
     for (int column = 0; column < tile.count; column++) {
       mask(tile.scores + (long)column * Tile::TOKENS, tile.ranges[column / a.group], first, count, place_in_tile);
+      note_first(a, tile, column, first);
       tile.tile_factors[column] = add_to_softmax(tile, column, count);
     }
     tile.add(micro_blocks, blocks);
@@ -81,6 +89,7 @@ static void attend_ring(const Arguments& a, const Request& request, long r, int 
     for (int column = 0; column < tile.count; column++) {
       Range range = in_ring(a, request, r, column / a.group);
       mask(tile.scores + (long)column * Tile::TOKENS, range, first, padded, as_it_is);
+      note_first(a, tile, column, first);
       tile.tile_factors[column] = add_to_softmax(tile, column, padded);
     }
     for_blocks(tile.count, [&](auto block, int column) {
@@ -100,7 +109,7 @@ template <class Tile> static void attend_part(const Run<Tile>& run, Tile& tile, 
   for (long i = 0; i < request.tokens; i++) tile.ranges[i] = in_pages(a, request, r, i);
   tile.clear();
   if (tile.ring_sums) memset(tile.ring_sums, 0, sizeof(float) * tile.count * STORED_DIM);
-  for (int c = 0; c < tile.count; c++) tile.softmax[c] = {-INFINITY, 0};
+  for (int c = 0; c < tile.count; c++) tile.softmax[c] = {-INFINITY, 0, -INFINITY};
   long start = request.pages.first / Tile::TOKENS * Tile::TOKENS + part * request.part_tokens;
   attend_pages(a, r, head, tile,
                {most(start, request.pages.first), least(start + request.part_tokens, request.pages.end)});
@@ -119,17 +128,26 @@ template <class Tile> static void attend_part(const Run<Tile>& run, Tile& tile, 
   }
 }
 
-// Writes a column's sums of all parts, divided by its total, and returns its log-sum-exp. Columns that see nothing are 0.
-template <class Tile> static float merge_column(const Run<Tile>& run, long r, int head, long column, float* row) {
+// Of a column over all parts: its log-sum-exp, and the weights of all tokens, which add up to what a sink leaves, and of
+// token 0.
+struct Merged {
+  float lse, all, first;
+};
+
+// Writes a column's sums of all parts, divided by its total. Columns that see nothing are 0.
+template <class Tile> static Merged merge_column(const Run<Tile>& run, long r, int head, long column, float* row) {
   const Arguments& a = *run.a;
   const long parts = run.requests[r].parts;
   const float sink = a.sinks ? a.sinks[head * a.group + column % a.group] : -INFINITY;
-  float maximum = sink, total = 0;
+  float maximum = sink, total = 0, first = -INFINITY;
   for (long part = 0; part < parts; part++)
     maximum = larger(maximum, run.partials[run.partial_of(r, part, head) + column].maximum);
+  for (long part = 0; part < parts; part++)
+    first = larger(first, run.partials[run.partial_of(r, part, head) + column].first);
   memset(row, 0, sizeof(float) * STORED_DIM);
-  if (maximum == -INFINITY) return -INFINITY;
-  total = expf(sink - maximum);
+  if (maximum == -INFINITY) return {-INFINITY, 0, 0};
+  const float of_sink = expf(sink - maximum);
+  total = of_sink;
   for (long part = 0; part < parts; part++) {
     long at = run.partial_of(r, part, head) + column;
     const float* from = run.results + at * STORED_DIM;
@@ -139,21 +157,24 @@ template <class Tile> static float merge_column(const Run<Tile>& run, long r, in
     for (int d = 0; d < STORED_DIM; d++) row[d] += weight * from[d];
   }
   for (int d = 0; d < STORED_DIM; d++) row[d] /= total;
-  return maximum + logf(total);
+  return {maximum + logf(total), 1 - of_sink / total, expf(first - maximum) / total};
 }
 
 template <class Tile> static void merge_parts(const Run<Tile>& run, long r, int head) {
   const Arguments& a = *run.a;
-  alignas(64) Vector rows[WIDE], given, mean;
+  alignas(64) Vector rows[WIDE], given, mean, first_mean, lacking;
   alignas(64) Row x[STORED_DIM];
+  Merged merged[WIDE];
+  const bool lacks = a.has_value_means();
+  if (lacks) a.layer->read_mean(VALUE, head, 0, mean), a.layer->read_mean(VALUE, head, -1, first_mean);
   const long columns = run.columns_of(r);
   for (long first = 0; first < columns; first += WIDE) {
     int width = (int)least(WIDE, columns - first);
     memset(rows, 0, sizeof rows);
     for (int c = 0; c < width; c++) {
       long column = first + c, token = run.requests[r].query + column / a.group;
-      float lse = merge_column(run, r, head, column, rows[c]);
-      if (a.lse) a.lse[(token * a.kv_heads + head) * a.group + column % a.group] = lse;
+      merged[c] = merge_column(run, r, head, column, rows[c]);
+      if (a.lse) a.lse[(token * a.kv_heads + head) * a.group + column % a.group] = merged[c].lse;
     }
     if constexpr (!IS_LATENT) {
       to_rows(rows, x, STORED_DIM, whole(width));
@@ -165,7 +186,9 @@ template <class Tile> static void merge_parts(const Run<Tile>& run, long r, int 
       long at = token * a.output_stride + (head * a.group + column % a.group) * a.output_head_stride;
       void* to = (char*)a.output + at * element_bytes(a.output_type);
       if (!IS_LATENT) {
-        restore_vector(*a.layer, 1, head, 0, rows[c], to, a.output_type, given, mean);
+        for (int i = 0; lacks && i < STORED_DIM; i++)
+          lacking[i] = merged[c].all * mean[i] + merged[c].first * (first_mean[i] - mean[i]);
+        restore_sum(*a.layer, VALUE, head, lacks ? lacking : nullptr, rows[c], to, a.output_type, given);
         continue;
       }
       for (int d = 0; a.constant && d < STORED_DIM; d++) rows[c][d] += a.constant[d];

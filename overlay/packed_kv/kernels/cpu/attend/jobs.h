@@ -19,6 +19,7 @@ struct Cutter {
 
 struct Softmax {
   float maximum, total;  // of scores, and of their exponentials
+  float first;           // the score of token 0, whose V has a mean of its own; -inf: not seen, or V has no means
 };
 
 template <class Tile> struct Run {

@@ -23,20 +23,26 @@ static inline float ring_step(uint8_t scale) {
   return step[0];
 }
 
-// As `Codec.restore`, but for the rotation: a vector to elements of a type. `plain`, `mean`: memory.
-static void restore_vector(const Layer& layer, int role, int head, int64_t position, float* vector, void* to, int type,
-                           float* plain, float* mean) {
+// A vector, or a sum of some, to elements of a type: over the scale, plus `mean`, in packing order, if there is one, and
+// in the model's order. `plain`: memory.
+static void restore_sum(const Layer& layer, int role, int head, const float* mean, float* vector, void* to, int type,
+                        float* plain) {
   const int32_t* order = layer.order_of(role, head);
   const float *scale = layer.scale_of(role, head), *result = vector;
   if (scale)
     for (int i = 0; i < STORED_DIM; i++) vector[i] /= scale[i];
-  if (layer.centres[role]) {
-    layer.read_mean(role, head, layer.mean_number(role, position), mean);
+  if (mean)
     for (int i = 0; i < STORED_DIM; i++) vector[i] += mean[i];
-  }
   if (order) {
     for (int i = 0; i < STORED_DIM; i++) plain[order[i]] = vector[i];
     result = plain;
   }
   write_elements(to, result, type, layer.dim[role]);
+}
+
+// As `Codec.restore`, but for the rotation. `plain`, `mean`: memory.
+static void restore_vector(const Layer& layer, int role, int head, int64_t position, float* vector, void* to, int type,
+                           float* plain, float* mean) {
+  if (layer.centres[role]) layer.read_mean(role, head, layer.mean_number(role, position), mean);
+  restore_sum(layer, role, head, layer.centres[role] ? mean : nullptr, vector, to, type, plain);
 }
