@@ -37,7 +37,7 @@ RING_BLOCK = {"tq4": 8, "turboquant25": 4}
 
 def store_case(
     fmt: Format, arch: int, calibrated: bool, head_dim: int = 128, query_group: int = 0, value_dim: int | None = None,
-    key_bits: tuple[int, ...] | None = None,
+    key_bits: tuple[int, ...] | None = None, keeps_first: bool = False,
 ) -> Case:  # fmt: skip
     blocks, vectors = (
         store_section.Blocks("*u8", "i32", "i32"),
@@ -53,7 +53,7 @@ def store_case(
     queries = None
     if query_group:
         programs = means.bias_programs(MEAN_BLOCKS) if calibrated else 0
-        queries = means.QueryConstants(8, query_group, head_dim, layout.head_dim, programs, *mean_blocks, False)
+        queries = means.QueryConstants(8, query_group, head_dim, layout.head_dim, programs, *mean_blocks, keeps_first)
     return Case(
         kernel="packed_kv.kernels.triton.store:store_kernel",
         arch=arch,
@@ -151,8 +151,9 @@ def check_grid(arch: int, shape: decode.DecodeShape, columns: int, found: Resour
 
 
 def decode_case(
-    fmt: Format, arch: int, head_dim: int = 128, ring_block: int = 0, mean_blocks: int = 0, columns: int = 8
-) -> Case:
+    fmt: Format, arch: int, head_dim: int = 128, ring_block: int = 0, mean_blocks: int = 0, columns: int = 8,
+    keeps_first: bool = False,
+) -> Case:  # fmt: skip
     page = page_layout(fmt, head_dim)
     registers = shape_of(page, arch, head_dim, mean_blocks).register_limit(columns)
     return Case(
@@ -166,7 +167,8 @@ def decode_case(
         ),
         constants=dict(
             KV_HEADS=8, QUERY_GROUP=columns // 2, SLIDING_WINDOW=0, HAS_SOFT_CAP=False, MICRO_BLOCKS_A_BLOCK=1,
-            MEAN_BLOCKS=mean_blocks, BIAS_COLUMNS=1 + mean_blocks, TILES_A_BLOCK=8 if mean_blocks > 1 else 0,
+            MEAN_BLOCKS=mean_blocks, BIAS_COLUMNS=1 + mean_blocks + keeps_first,
+            TILES_A_BLOCK=8 if mean_blocks > 1 else 0,
             LAYOUT=kernel_layout(page), RING_BLOCK=ring_block, RECENT=64 if ring_block else 0,
             COLUMNS=columns,
         ),
@@ -277,20 +279,23 @@ def check_transposing_layout(resources: Resources) -> None:
     assert LANE_BY_LANE.search(definition), definition
 
 
-def merge_case(tile: tuple[int, int], arch: int, sinks: bool = False, lse: bool = False, head_dim: int = 128) -> Case:
-    """The merge for 128 channels of V, in vectors of `head_dim`."""
+def merge_case(
+    tile: tuple[int, int], arch: int, sinks: bool = False, lse: bool = False, head_dim: int = 128, bias_columns: int = 0
+) -> Case:
+    """The merge for 128 channels of V, in vectors of `head_dim`. `bias_columns`: with means of V."""
+    matrix, of_lse = (("*fp16", "*fp32", "i32"), ("*fp32", "*fp32")) if bias_columns else ("*fp16", "*fp32")
     splits, rows = tile
     return Case(
         kernel="packed_kv.kernels.triton.merge:_merge_kernel",
         arch=arch,
         types=dict(
-            partial_output="*fp32", partial_stats="*fp32", matrix="*fp16", output="*bf16", rows="i32",
+            partial_output="*fp32", partial_stats="*fp32", matrix=matrix, output="*bf16", rows="i32",
             token_stride="i32", head_stride="i32", matrix_head_stride="i32", splits="i32",
-            sinks="*bf16", lse="*fp32",
+            sinks="*bf16", lse=of_lse,
         ),
         constants=dict(
             KV_HEADS=8, QUERY_GROUP=4, HEAD_DIM=head_dim, PADDED_DIM=128, OUTPUT_DIM=128, CHANNELS=head_dim & -head_dim,
-            ROWS=rows, SPLITS=splits, HAS_SINKS=sinks, HAS_LSE=lse, BIAS_COLUMNS=0,
+            ROWS=rows, SPLITS=splits, HAS_SINKS=sinks, HAS_LSE=lse, BIAS_COLUMNS=bias_columns,
         ),
         options=dict(num_warps=8 if rows >= 8 or head_dim > 128 else 4),
         unaligned=("rows", "splits"),

@@ -33,12 +33,15 @@ def test_language(triton: Path) -> None:
         test_compile.store_case(FORMATS[name], 90, True, query_group=4, key_bits=bits)
         for name, bits in KEY_BITS.items()
     ]
+    stores.append(test_compile.store_case(FORMATS["tq4"], 90, True, query_group=4, keeps_first=True))
     decodes = [
         test_compile.decode_case(FORMATS[name], 90, ring_block=8, mean_blocks=mean_blocks)
         for name, mean_blocks in (("tq4", 0), ("turboquant25", 8))
     ]
+    decodes.append(test_compile.decode_case(FORMATS["tq4"], 90, ring_block=8, mean_blocks=1, keeps_first=True))
     others = [
-        test_compile.merge_case((16, 4), 90, sinks=True, lse=True), test_compile.rotate_query_case(),
+        test_compile.merge_case((16, 4), 90, sinks=True, lse=True),
+        test_compile.merge_case((16, 4), 90, lse=True, bias_columns=3), test_compile.rotate_query_case(),
         test_compile.unrotate_case(128), test_compile.sinks_case(), test_compile.share_case(),
         test_compile.plan_ring_case(), test_compile.schedule_case(64, True), test_compile.gather_ring_case(),
         test_compile.plan_mixed_case(), test_compile.combine_case(),
