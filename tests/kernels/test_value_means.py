@@ -68,6 +68,11 @@ CUDA_DECODES: list[tuple[str, dict[str, Any]]] = [
         "tq4",
         {"head_dim": 128, "group": 8, "query_lens": (1, 20, 3), "splits": Grid(4, 4, True), "seq_lens": (1, 37, 600)},
     ),
+    ("tq4", {"head_dim": 256, "group": 6, "splits": Grid(4, 2, True), "seq_lens": (1, 37, 700)}),
+    (
+        "tq3",
+        {"head_dim": 256, "group": 6, "query_lens": (4, 1, 2), "splits": Grid(8, 2, True), "seq_lens": (9, 37, 700)},
+    ),
 ]
 
 
