@@ -168,8 +168,7 @@ class Layers:
         rotation = rotated, head_dim**-0.5, self.means, self.positions, bias
         bound, steps = [], []
         for cache, table, ring, output in zip(self.caches, self.tables, self.rings, outputs, strict=True):
-            bound.append(cuda.CudaDecode(self.page, matrix, counters, cache, ring, output, tiles_a_block,
-                                         has_value_means=self.value_means is not None))  # fmt: skip
+            bound.append(cuda.CudaDecode(self.page, matrix, counters, cache, ring, output, tiles_a_block))
             batch = (rotated, table, self.start, self.seq_lens, partial, stats, bias, ring, None, schedule)
             steps.append((cuda.step_arguments(*batch), batch))  # which are addresses: the tensors have to stay
 

@@ -64,9 +64,8 @@ def test_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"tokens": 300}, (256, 256)),
         ({"requests": 8}, (1024, 8)),
         ({"speculative": drafts("ngram", 40)}, (1024, 256)),
-        ({"layers": [layer(), layer("auto")]}, (512, 256)),
     ],
-    ids=["tokens", "requests", "drafts", "skipped"],
+    ids=["tokens", "requests", "drafts"],
 )
 def test_limits(changes: dict[str, Any], most: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
     shapes, _ = mixed_shapes(engine(monkeypatch, **changes))
@@ -82,6 +81,7 @@ def test_limits(changes: dict[str, Any], most: tuple[int, int], monkeypatch: pyt
         ({"lora": object()}, "an engine with LoRA would have them once for each number of adapters"),
         ({"speculative": drafts("eagle3", 3)}, "layers of drafts (eagle3) run outside of graphs"),
         ({"stages": 2}, "stages of a pipeline would have to agree"),
+        ({"layers": [layer(), layer("auto")]}, "attention of some layers is not packed"),
         ({"tokens": 16}, "max_num_batched_tokens is 16"),
         ({"layers": [layer(), layer(limits=None)]}, "the CUDA kernel of 64 columns does not serve all layers"),
         ({"layers": [layer(decode=False)]}, "the CUDA kernel of 64 columns does not serve all layers"),
@@ -103,17 +103,14 @@ def test_engines_without(changes: dict[str, Any], said: str, monkeypatch: pytest
     assert len(lines) == 1 and said in lines[0]
 
 
-@pytest.mark.parametrize("skipped", [[], [layer("auto")]], ids=["", "skipped"])
 @pytest.mark.parametrize(("longest", "most", "is_mixed"), [(1, 1, False), (4, 4, False), (1, 192, True), (4, 32, True)])
-def test_captures(
-    longest: int, most: int, is_mixed: bool, skipped: list[Any], monkeypatch: pytest.MonkeyPatch
-) -> None:  # fmt: skip
+def test_captures(longest: int, most: int, is_mixed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """A batch in which one request may have all tokens is captured for any batch."""
     one = torch.zeros(1, dtype=torch.int64)
     built = PackedMetadata(1, one, one, one, one, one, [0, 1], [1], 1, 1, 1, one)
     monkeypatch.setattr(PackedMetadataBuilder, "build", lambda *_: built)
     builder = object.__new__(PackedMetadataBuilder)
-    builder.reorder_batch_threshold, builder.vllm_config = longest, engine(monkeypatch, [layer(), *skipped])
+    builder.reorder_batch_threshold, builder.vllm_config = longest, engine(monkeypatch, [layer()])
     found = builder.build_for_cudagraph_capture(SimpleNamespace(max_query_len=most))  # type: ignore[arg-type]
-    assert found.is_mixed_graph == is_mixed and found.has_other_layers == (is_mixed and bool(skipped))
+    assert found.is_mixed_graph == is_mixed
     assert found.decode_query_len == (longest if is_mixed else 1) and found.steps.made == {}

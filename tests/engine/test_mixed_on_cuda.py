@@ -20,7 +20,6 @@ import torch
 from harness import count_preemptions, engine
 from packed_kv.attention.limits import longest_decode
 from packed_kv.attention.metadata import PackedMetadata, PackedMetadataBuilder
-from packed_kv.attention.mixed import has_other_layers
 from packed_kv.attention.step import StepCache
 from packed_kv_quality.engines import model_runner
 from vllm import LLM, SamplingParams
@@ -46,8 +45,8 @@ Line = list[tuple[int, float]]
 """Tokens of a request, each with its logarithm of a probability."""
 
 
-def graphs(mode: str, largest: int = 16) -> dict[str, Any]:
-    return {"mode": 3, "cudagraph_mode": mode, "cudagraph_capture_sizes": sorted({1, 2, 4, 8, 16, largest})}
+def graphs(mode: str) -> dict[str, Any]:
+    return {"mode": 3, "cudagraph_mode": mode, "cudagraph_capture_sizes": [1, 2, 4, 8, 16]}
 
 
 def serve(llm: LLM, **options: Any) -> tuple[list[Line], list[list[float]]]:
@@ -111,7 +110,6 @@ class Repeats:
         self.runner, self.found = model_runner(llm), list[Repeat]()
         self.prepared: Any = None
         self.prepare = self.runner.model_state.prepare_attn
-        self.has_others = has_other_layers(self.runner.vllm_config)
         self.run = ModelCudaGraphManager.run_fullgraph
         monkeypatch.setattr(self.runner.model_state, "prepare_attn", self.record)
         monkeypatch.setattr(ModelCudaGraphManager, "run_fullgraph", lambda manager, desc: self.repeat(manager, desc))
@@ -150,10 +148,9 @@ class Repeats:
         wrong = []
         if not replayed.isfinite().all():
             wrong.append("not finite")
-        if not self.has_others:  # whose FlashAttention counts its splits otherwise without a graph
-            wrong += ["padding is not finite"] * (not output[rows:].isfinite().all())
-            wrong += ["other bits of the output"] * (not torch.equal(own, replayed))
-            wrong += ["other bits of pages or rings"] * (not same_pages)
+        wrong += ["padding is not finite"] * (not output[rows:].isfinite().all())
+        wrong += ["other bits of the output"] * (not torch.equal(own, replayed))
+        wrong += ["other bits of pages or rings"] * (not same_pages)
         logs = [self.runner.model.compute_logits(x).float().log_softmax(-1) for x in (replayed, own, ordinary)]
         kl = torch.stack([(x.exp() * (x - logs[0])).sum(-1) for x in logs[1:]]).amax(0)
         what = f"{batch.num_scheduled_tokens.tolist()} behind {batch.num_computed_tokens_np.tolist()} in {desc}"
@@ -165,7 +162,7 @@ class Repeats:
             return metadata
         longest = longest_decode(self.runner.vllm_config)
         return replace(
-            metadata, is_mixed_graph=True, decode_query_len=longest, has_other_layers=self.has_others, steps=StepCache()
+            metadata, is_mixed_graph=True, decode_query_len=longest, steps=StepCache()
         )  # fmt: skip
 
     def forward(self, batch: Any, metadata: dict[str, Any], slots: Any, cache_config: Any) -> torch.Tensor:
@@ -254,21 +251,18 @@ def test_tokens(name: str, demo_model: str, replayed: Counter, monkeypatch: pyte
     [
         {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 4}},
         {"kv_cache_memory_bytes": 4 << 20},
-        {"kv_cache_dtype_skip_layers": ["0", "3"]},
     ],
-    ids=["drafts", "preemption", "skipped"],
+    ids=["drafts", "preemption"],
 )
 def test_engines(
     more: dict[str, Any], demo_model: str, replayed: Counter, monkeypatch: pytest.MonkeyPatch
 ) -> None:  # fmt: skip
-    """Drafts of unequal lengths, preempted requests and layers in bf16; with two continuations of each request, so cold
-    that only tokens almost alike are drawn. The other engine compiles the same graphs piece by piece."""
+    """Drafts of unequal lengths, and preempted requests; with two continuations of each request, so cold that only
+    tokens almost alike are drawn. The other engine compiles the same graphs piece by piece."""
     found = []
     for has_graphs in (True, False):
         options = OPTIONS | more | {"additional_config": {"packed_kv": {"mixed_graphs": has_graphs}}}
-        # beside skipped layers, graphs are no larger than vLLM's own
-        compilation = graphs("FULL_AND_PIECEWISE", STEP_TOKENS)
-        with engine(demo_model, "tq4", compilation_config=compilation, **options) as llm:
+        with engine(demo_model, "tq4", compilation_config=graphs("FULL_AND_PIECEWISE"), **options) as llm:
             preempted = count_preemptions(llm, monkeypatch)
             found.append(serve(llm, n=2, temperature=0.005, seed=0))
             assert bool(preempted) == ("kv_cache_memory_bytes" in more)
@@ -282,8 +276,10 @@ def test_engines(
     check_alike(found[0][0], *found[1])
 
 
-def test_loras_and_the_option_leave_graphs_out(demo_model: str, replayed: Counter) -> None:
-    lora = {"enable_lora": True, "max_lora_rank": 8}
-    with engine(demo_model, "tq4", compilation_config=graphs("FULL_AND_PIECEWISE"), **OPTIONS, **lora) as llm:
+@pytest.mark.parametrize(
+    "more", [{"enable_lora": True, "max_lora_rank": 8}, {"kv_cache_dtype_skip_layers": ["0", "3"]}]
+)
+def test_engines_without_graphs(more: dict[str, Any], demo_model: str, replayed: Counter) -> None:
+    with engine(demo_model, "tq4", compilation_config=graphs("FULL_AND_PIECEWISE"), **OPTIONS, **more) as llm:
         serve(llm)
     assert not replayed

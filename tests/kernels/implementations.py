@@ -67,9 +67,7 @@ def attend_pages(
     counters = torch.zeros(items * kv_heads, dtype=torch.int32, device=query.device)
     if kernel == "cuda":
         of_bias = None if bias is None else tiles
-        cuda = launch.CudaDecode(
-            page, packed, counters, cache, ring, output, of_bias, lse is not None, value_means is not None
-        )
+        cuda = launch.CudaDecode(page, packed, counters, cache, ring, output, of_bias, lse is not None)
         shape = shape if schedule is None else shape._replace(blocks=items)
         cuda(shape, max_query_len, len(seq_lens), step, output)
     else:

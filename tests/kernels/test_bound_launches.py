@@ -19,6 +19,7 @@ from packed_kv.codecs.ring import Ring
 from packed_kv.kernels.cuda import grids, latent_launch, latent_ring_launch, launch, prefix_launch
 from packed_kv.kernels.cuda.kernel import CudaKernel, Function
 from packed_kv.kernels.triton.launch import Arguments, Launches, StepLaunch
+from packed_kv.kernels.triton.means import NO_BIAS
 from packed_kv.window.metadata import WindowMetadata
 from packed_kv.window.step import WindowStep
 
@@ -335,7 +336,7 @@ def test_counters_begin_at_0_where_a_layer_is_bound(is_capturing: bool, monkeypa
     resets: list[str] = []
     counters = SimpleNamespace(is_cuda=True, zero_=lambda: resets.append("reset"))
     layer.matrix, layer.counters = None, counters
-    layer.shape = SimpleNamespace(tiles_a_block=0, mean_blocks=0, keeps_first=False)
+    layer.shape = SimpleNamespace(bias=NO_BIAS)
     layer.layer = SimpleNamespace(codec=SimpleNamespace(layout=None), limits=SimpleNamespace(longest_decode=1))
     layer.splits = SimpleNamespace(heads_apart=lambda output: output, has_lse=False)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: is_capturing)

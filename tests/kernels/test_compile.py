@@ -140,7 +140,7 @@ DECODED = ("isoquant4", "isoquant3", "turboquant35", "turboquant25")
 
 def shape_of(page: PageLayout, arch: int, head_dim: int = 128, mean_blocks: int = 0) -> decode.DecodeShape:
     registers = decode.most_registers(page, generation_of(divmod(arch, 10)), has_bias=mean_blocks > 0)
-    return decode.DecodeShape(8, 4, head_dim, mean_blocks=mean_blocks, max_registers=registers)
+    return decode.DecodeShape(8, 4, head_dim, bias=means.QueryBias(mean_blocks), max_registers=registers)
 
 
 def check_grid(arch: int, shape: decode.DecodeShape, columns: int, found: Resources) -> None:

@@ -18,7 +18,7 @@ from packed_kv.kernels.triton.latent_gather import GatherLatentsLaunch
 from packed_kv.kernels.triton.latent_rows import GatherRowsLaunch
 from packed_kv.kernels.triton.latent_store import StoreLatentsLaunch
 from packed_kv.kernels.triton.launch import Launch, StepLaunch
-from packed_kv.kernels.triton.means import Means
+from packed_kv.kernels.triton.means import Means, QueryBias
 from packed_kv.kernels.triton.merge import MergeLaunch, merge_tile
 from packed_kv.kernels.triton.ring import GatherRingLaunch
 from packed_kv.kernels.triton.rotate import QueryRotation, RotateQueryLaunch
@@ -96,13 +96,13 @@ def decode(
 
     query: fp16 [tokens, KV heads, queries per KV head, head_dim] and query_bias, both of `rotate_query`.
     partial_output, partial_stats: fp32 [tokens, query heads, splits, head_dim] and [..., splits, 2]; filled.
-    tiles_a_block, sliding_window, logits_soft_cap, max_registers: see `DecodeShape`.
+    tiles_a_block: of `QueryBias`; sliding_window, logits_soft_cap, max_registers: see `DecodeShape`.
     """
     _, kv_heads, group, head_dim = query.shape
     keeps_first = value_means is not None
     blocks = 0 if query_bias is None else query_bias.shape[2] - 1 - keeps_first
-    options = (sliding_window, logits_soft_cap, blocks, tiles_a_block, max_registers, keeps_first)
-    shape = DecodeShape(kv_heads, group, head_dim, *options)
+    bias = QueryBias(blocks, tiles_a_block, keeps_first)
+    shape = DecodeShape(kv_heads, group, head_dim, sliding_window, logits_soft_cap, bias, max_registers)
     tensors = query, block_table, query_start, seq_lens, partial_output, partial_stats, query_bias, ring
     launch = DecodeLaunch(page, shape, shape.tiles(max_query_len)[0], cache, ring)
     run(launch, DecodeLaunch.step(shape, max_query_len, *tensors))

@@ -20,7 +20,7 @@ from ..kernels.cuda import launch as cuda
 from ..kernels.served import CUDA, TRITON
 from ..kernels.triton.decode import TILE_TOKENS, DecodeLaunch, DecodeShape, most_registers
 from ..kernels.triton.launch import Launches, StepLaunch
-from ..kernels.triton.means import Means
+from ..kernels.triton.means import NO_BIAS, Means, QueryBias
 from ..kernels.triton.merge import MergeLaunch, merge_tile
 from ..kernels.triton.rotate import QueryRotation, RotateQueryLaunch, RotateStep, rotation_matrix
 from ..reference.context_shard import UNSHARDED
@@ -107,9 +107,9 @@ class PairWorkspace:
         self.generation = generation_of((properties.major, properties.minor))
         self.shape = DecodeShape(
             layer.kv_heads, layer.query_heads // layer.kv_heads, layer.codec.key.stored_dim,
-            layer.options.sliding_window, layer.options.logits_soft_cap, 0 if means is None else means.blocks,
-            0 if means is None else means.block_tokens // tile_tokens,
-            most_registers(layer.codec.layout, self.generation, has_bias=means is not None), rotation.keeps_first,
+            layer.options.sliding_window, layer.options.logits_soft_cap,
+            QueryBias(means.blocks, means.block_tokens // tile_tokens, rotation.keeps_first) if means else NO_BIAS,
+            most_registers(layer.codec.layout, self.generation, has_bias=means is not None),
         )  # fmt: skip
         self.has_lse = layer.shard.ranks > 1
         self.from_rotated = rotation_matrix(layer.codec.value, layer.kv_heads, inverse=True)
@@ -119,7 +119,7 @@ class PairWorkspace:
         """Return the kind of the kernel."""
         layer, dims = self.layer, (self.layer.codec.key.head_dim, self.layer.codec.value.head_dim)
         return PairKind(
-            by_cuda, layer.query_heads, layer.kv_heads, dims, self.shape.mean_blocks, self.shape.keeps_first
+            by_cuda, layer.query_heads, layer.kv_heads, dims, self.shape.bias.blocks, self.shape.bias.keeps_first
         )
 
     def take(
@@ -128,7 +128,7 @@ class PairWorkspace:
         """Return workspace: rotated queries, partial outputs of this shape, their softmax state; then queries' biases,
         if there are any, and tensors of the shapes and dtypes `more`."""
         shape, heads = self.shape, self.layer.query_heads
-        bias = [((tokens, heads, shape.bias_columns), torch.float32)] if shape.mean_blocks else []
+        bias = [((tokens, heads, shape.bias.columns), torch.float32)] if shape.bias.blocks else []
         return current_workspace_manager().get_simultaneous(
             ((tokens, self.layer.kv_heads, shape.group, shape.head_dim), torch.float16),
             ((*partial, shape.head_dim), torch.float32),
@@ -161,7 +161,7 @@ class PairWorkspace:
     ) -> Merge:
         """Return the merge of fp32 [tokens, query heads, splits, head_dim] and [tokens, query heads, splits, 2].
         `bias`: of `take`."""
-        bias = bias if self.shape.keeps_first else None
+        bias = bias if self.shape.bias.keeps_first else None
         return Merge(MergeLaunch.step(partial, stats, self.shape.group, lse, bias), merge_tile(partial.shape[2]))
 
     def merge(self, merge: Merge, merges: dict[tuple[int, int], MergeLaunch], output: torch.Tensor) -> None:
@@ -172,7 +172,7 @@ class PairWorkspace:
             apart, sinks = self.heads_apart(output), self.layer.options.sinks
             launch = MergeLaunch(
                 apart, self.from_rotated, merge.tile, sinks, has_lse=self.has_lse, means=self.value_means,
-                bias_columns=self.shape.bias_columns,
+                bias_columns=self.shape.bias.columns,
             )  # fmt: skip
             merges[merge.tile] = launch
         grid, arguments = merge.launch
@@ -311,7 +311,7 @@ class CudaPairs(DecodeKernel[CudaPairStep, None]):
             rows = max(rows, prefixes.passes.rows)
             more = self.prefix.memory(prefixes.passes.rows, self.prefix.items(prefixes.passes), prefixes.dtype)
         rotated, partial, stats, *rest = self.splits.take(rows, partial_shape, *more)
-        bias = rest.pop(0) if self.shape.mean_blocks else None
+        bias = rest.pop(0) if self.shape.bias.blocks else None
         tables = batch.block_table, batch.query_start, batch.seq_lens
         tensors = (rotated, *tables, partial, stats, bias, batch.ring, batch.lse, schedule)
         has_merge = grid is not None and not grid.is_final
@@ -358,7 +358,7 @@ class CudaPairs(DecodeKernel[CudaPairStep, None]):
         apart, shape = self.splits.heads_apart(output), self.shape
         decode = cuda.CudaDecode(
             self.layer.codec.layout, self.matrix, self.counters, cache, ring, apart,
-            shape.tiles_a_block if shape.mean_blocks else None, self.splits.has_lse, shape.keeps_first,
+            shape.bias.tiles_a_block if shape.bias.blocks else None, self.splits.has_lse,
         )  # fmt: skip
         decode.compile_variants(self.layer.limits.longest_decode)
         return decode

@@ -101,19 +101,17 @@ class FusedPrefix:
 
     def _bind(self, cache: torch.Tensor, ring: Ring | None, output: torch.Tensor) -> cuda_prefix.CudaPrefix:
         """Bind the kernel. Its counters become 0; `CudaPairs._bind` says why no step has to see to that."""
-        counters, tiles = self.schedules.counters, self.shape.tiles_a_block if self.shape.mean_blocks else None
+        counters, tiles = self.schedules.counters, self.shape.bias.tiles_a_block if self.shape.bias.blocks else None
         if not (counters.is_cuda and torch.cuda.is_current_stream_capturing()):
             counters.zero_()
-        launch = cuda_prefix.CudaPrefix(
-            self.page, self.matrix, counters, cache, ring, output, tiles, self.shape.keeps_first
-        )
+        launch = cuda_prefix.CudaPrefix(self.page, self.matrix, counters, cache, ring, output, tiles)
         launch.compile_variants()
         return launch
 
 
 def pass_limits(page: PageLayout, shape: DecodeShape, limits: Limits) -> PassLimits:
     """Return how many passes over prefixes steps of a layer have at most. `page`: layout of the cache."""
-    tokens, bias_bytes = pass_tokens(shape.group), 4 * shape.bias_columns if shape.mean_blocks else 0
+    tokens, bias_bytes = pass_tokens(shape.group), 4 * shape.bias.columns if shape.bias.blocks else 0
     row_bytes = shape.kv_heads * shape.group * max(2 * shape.head_dim, bias_bytes)
     rows = min(limits.max_tokens, ROW_BYTES // row_bytes)
     total = min(rows // tokens + limits.max_requests, max(1, PAIRS // shape.kv_heads))

@@ -24,7 +24,7 @@ from ..reference.context_shard import UNSHARDED, ContextShard
 from ..refusals.facts import Attention, Facts
 from ..refusals.table import refuse
 from .limits import engine_of, longest_decode, shard_of
-from .mixed import has_other_layers, mixed_shapes, packed_layers
+from .mixed import mixed_shapes, packed_layers
 from .step import StepCache, StepKey
 
 if TYPE_CHECKING:
@@ -48,8 +48,7 @@ class PackedMetadata(AttentionMetadata):
     many (`seq_lens` where there is one rank); of the others, `slot_mapping` is -1. `lse`, fp32, is memory for a number
     of each token and query head of all ranks; None where there is one rank.
     With `is_mixed_graph`, a CUDA graph is captured that any batch of up to so many requests and tokens will replay:
-    then no entry of the host's lists counts, and `decode_query_len` is the most of a decode. `has_other_layers`,
-    of such a graph: whether attention of other layers is not packed.
+    then no entry of the host's lists counts, and `decode_query_len` is the most of a decode.
     """
 
     num_actual_tokens: int
@@ -68,7 +67,6 @@ class PackedMetadata(AttentionMetadata):
     lse: torch.Tensor | None = None
     steps: StepCache = field(default_factory=StepCache)
     is_mixed_graph: bool = False
-    has_other_layers: bool = False
 
     def has_new_prompts(self, first: int) -> bool:
         """Return whether all requests from `first` on are new: nothing of them is in the cache before this batch."""
@@ -164,8 +162,7 @@ class PackedMetadataBuilder(AttentionMetadataBuilder[PackedMetadata]):
         metadata, longest = self.build(0, common_attn_metadata), self.reorder_batch_threshold or 1
         if common_attn_metadata.max_query_len <= longest:
             return metadata
-        others = has_other_layers(self.vllm_config)
-        return replace(metadata, is_mixed_graph=True, decode_query_len=longest, has_other_layers=others)
+        return replace(metadata, is_mixed_graph=True, decode_query_len=longest)
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False

@@ -36,14 +36,11 @@ def mixed_shapes(config: VllmConfig) -> tuple[list[tuple[int, int]], str]:
     layers = packed_layers(config)
     if reason := _lacks(config, layers):
         return [], reason
-    scheduler, compilation, longest = config.scheduler_config, config.compilation_config, longest_decode(config)
-    most, limits = scheduler.max_num_batched_tokens, layers[0].attention.kernels.decode.pass_limits
-    if has_other_layers(config):
-        # vLLM's FlashAttention, which serves skipped layers, bounds its splits up to here alone.
-        most = min(most, compilation.max_cudagraph_capture_size or 0)
+    scheduler, longest = config.scheduler_config, longest_decode(config)
+    limits = layers[0].attention.kernels.decode.pass_limits
     found = set()
     for tokens in TOKENS:
-        if longest < tokens <= min(most, limits.rows):
+        if longest < tokens <= min(scheduler.max_num_batched_tokens, limits.rows):
             for requests in REQUESTS:
                 count = min(requests, tokens, scheduler.max_num_seqs, _most_requests(tokens, longest, limits))
                 found.add((tokens, count))
@@ -67,6 +64,8 @@ def _lacks(config: VllmConfig, layers: list[Any]) -> str:
         return f"layers of drafts ({speculative.method}) run outside of graphs with the steps' metadata"
     if config.parallel_config.pipeline_parallel_size > 1:
         return "stages of a pipeline would have to agree on the graphs"
+    if len(layers) < sum(hasattr(layer, "impl") for layer in _attention_layers(config)):
+        return "attention of some layers is not packed"
     kernels = [layer.attention.kernels for layer in layers if layer.attention is not None]
     limits = [made.decode and made.decode.pass_limits for made in kernels]
     tokens = {each and each.tokens for each in limits}
@@ -81,11 +80,6 @@ def _lacks(config: VllmConfig, layers: list[Any]) -> str:
 
 def _attention_layers(config: VllmConfig) -> list[Any]:
     return list(get_layers_from_vllm_config(config, AttentionLayerBase).values())
-
-
-def has_other_layers(config: VllmConfig) -> bool:
-    """Return whether attention of some layers is not packed."""
-    return len(packed_layers(config)) < sum(hasattr(layer, "impl") for layer in _attention_layers(config))
 
 
 def packed_layers(config: VllmConfig) -> list[Any]:

@@ -159,7 +159,7 @@ class FlashPrefill(PrefillKernel["Batch"]):
         becomes 0.
 
         FlashAttention 3 reads V in tiles, past the end of the last chunk too, and a weight of 0 times NaN is NaN. So
-        V of padding has to be finite. It is where all layers leave 0 for padding; others leave what was in memory.
+        V of padding has to be finite: it is, as all layers leave 0 for padding.
 
         Args:
             batch: of a layer with K and V of its own.
@@ -171,8 +171,6 @@ class FlashPrefill(PrefillKernel["Batch"]):
         query, key, value, output = (x[:tokens] for x in (batch.query, batch.key, batch.value, batch.output))
         has_prefix = over_prefixes.passes.has_prefix
         assert has_prefix is not None
-        if batch.metadata.has_other_layers:
-            value.masked_fill_((has_prefix < 0)[:, None, None], 0)
         _, lse = self.flash_attention.function(
             query, key, value, cu_seqlens_q=chunk_start, cu_seqlens_k=chunk_start, max_seqlen_q=tokens,
             max_seqlen_k=tokens, softmax_scale=self.options.scale, causal=True, window_size=[-1, 0],

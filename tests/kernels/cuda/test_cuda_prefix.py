@@ -127,7 +127,7 @@ def run(
     kernel = emulated.CudaPrefix if DEVICE == "cpu" else CudaPrefix
     matrix = pack_matrix(rotation_matrix(codec.value, kv_heads, inverse=True), value_means)
     apart = output.view(rotated_query.shape)
-    launch = kernel(page, matrix, schedules.counters, cache, ring, apart, tiles, value_means is not None)
+    launch = kernel(page, matrix, schedules.counters, cache, ring, apart, tiles)
     launch(items, prefix_arguments(*batch), apart)
     assert not schedules.counters.any(), "not left for the next launch"
     size_of_scores = torch.stack(squares).mean().sqrt()

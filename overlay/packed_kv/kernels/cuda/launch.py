@@ -166,6 +166,11 @@ def pack_matrix(matrix: torch.Tensor, means: Means | None = None) -> torch.Tenso
     return torch.cat((packed.flatten(1).expand(heads, -1), behind.expand(heads, -1)), dim=1).contiguous()
 
 
+def has_means(packed: torch.Tensor) -> bool:
+    """Return whether a matrix of `pack_matrix` has means behind it."""
+    return packed.dim() == 2
+
+
 CALL_ARGUMENTS, STEP_ARGUMENTS = struct.Struct("=Q"), struct.Struct("=11Q3I4x")
 LAYER_ARGUMENTS = struct.Struct("=4Q7I4x")
 """The three parts of `Arguments` in decode.cu, in order."""
@@ -227,7 +232,7 @@ def layer_arguments(
         cache: uint8 [blocks, KV heads, block_size, slot_bytes]; its address and strides are multiples of 16 bytes.
         ring: cache uint8 [blocks, KV heads, ring block, ring slot bytes], likewise aligned; None: there is none.
         output: fp16, bf16 or fp32 [tokens, KV heads, queries per KV head, head_dim], unit stride over channels.
-        matrix: of `pack_matrix`.
+        matrix: of `pack_matrix`, with V's means where values are stored less them.
         counters: int32 zeros [items * KV heads], of `make_counters`.
     """
     check_pages(cache)
@@ -259,16 +264,15 @@ class CudaDecode(CudaKernel[tuple[int, bool, int]]):
         tiles_a_block: tiles of pages that one block of means serves, 0: there is one block; None: keys are not centred,
             and steps have no query bias.
         has_lse: whether steps whose grid is final have log-sum-exps to fill.
-        has_value_means: whether values are centred, and the matrix has their means.
     """
 
     def __init__(
         self, page: PageLayout, matrix: torch.Tensor, counters: torch.Tensor, cache: torch.Tensor, ring: Ring | None,
-        output: torch.Tensor, tiles_a_block: int | None, has_lse: bool = False, has_value_means: bool = False,
+        output: torch.Tensor, tiles_a_block: int | None, has_lse: bool = False,
     ) -> None:  # fmt: skip
         _, self.kv_heads, self.group, _ = output.shape
         self.page, self.tiles_a_block, self.has_lse, self.output = page, tiles_a_block, has_lse, output.dtype
-        self.has_value_means = has_value_means
+        self.has_value_means = has_means(matrix)
         self.keep_alive = matrix, counters
         self.block_size, self.capability = cache.shape[2], capability_of(cache.device)
         self.ring_block, self.recent = (ring.cache.shape[2], ring.window) if ring else (0, 0)

@@ -22,6 +22,7 @@ from .launch import (
     STEP_ARGUMENTS,
     PairVariant,
     constants,
+    has_means,
     layer_arguments,
     source_of,
     step_arguments,
@@ -130,12 +131,12 @@ class CudaPrefix(CudaKernel[None]):
         cache, ring: see `CudaDecode`.
         output: fp16, bf16 or fp32 [tokens, KV heads, queries per KV head, head_dim], unit stride over channels; calls
             have its dtype and strides.
-        tiles_a_block, has_value_means: see `CudaDecode`.
+        tiles_a_block: see `CudaDecode`.
     """
 
     def __init__(
         self, page: PageLayout, matrix: torch.Tensor, counters: torch.Tensor, cache: torch.Tensor, ring: Ring | None,
-        output: torch.Tensor, tiles_a_block: int | None, has_value_means: bool = False,
+        output: torch.Tensor, tiles_a_block: int | None,
     ) -> None:  # fmt: skip
         _, self.kv_heads, self.group, head_dim = output.shape
         self.page, self.keep_alive = page, (matrix, counters)
@@ -143,7 +144,7 @@ class CudaPrefix(CudaKernel[None]):
         self.variant = PairVariant(
             block_kind(1, inputs, COLUMNS).warps, True, COLUMNS, cache.shape[2],
             *((ring.cache.shape[2], ring.window) if ring else (0, 0)), tiles_a_block is not None, output.dtype,
-            has_lse=True, tiles_a_block=tiles_a_block or 0, has_pass_table=True, has_value_means=has_value_means,
+            has_lse=True, tiles_a_block=tiles_a_block or 0, has_pass_table=True, has_value_means=has_means(matrix),
         )  # fmt: skip
         layer = layer_arguments(cache, ring, output, matrix, counters)
         super().__init__(CALL_ARGUMENTS.size + STEP_ARGUMENTS.size, layer, cache.device.index)

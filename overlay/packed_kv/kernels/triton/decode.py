@@ -22,7 +22,16 @@ from ..kernel_layout import kernel_layout
 from ..units import LOG2_E
 from .fragments import hide_from_optimizer
 from .launch import Arguments, Launch, StepLaunch
-from .means import add_first_bias, bias_increase, bias_of_block, block_of, columns_and_rows, store_first_score
+from .means import (
+    NO_BIAS,
+    QueryBias,
+    add_first_bias,
+    bias_increase,
+    bias_of_block,
+    block_of,
+    columns_and_rows,
+    store_first_score,
+)
 from .pages import decode_key, decode_value, load_key, load_value
 from .ring import RING_UNIT, attend_ring
 from .scales import key_scales, online_softmax_update, scale_weights, transpose_weights
@@ -339,10 +348,8 @@ class DecodeShape:
     """Shape and options that, with the cache, decide the variant of the kernel.
 
     `sliding_window`: tokens that a query sees, itself included, or None; `logits_soft_cap`: of the scores before the
-    softmax, or None; `mean_blocks`: blocks of positions for which queries have a bias (`RotateQueryLaunch`), 0: they
-    have none; `tiles_a_block`: tiles of 32 of the cache's tokens in such a block, 0: all are in one; `max_registers`:
-    of a thread, at head_dim up to `WIDE_HEAD_DIM` and up to `OUTPUTS` outputs or 8 columns; `keeps_first`: whether a
-    score of position 0 follows the biases, as V has means.
+    softmax, or None; `bias`: of queries (`RotateQueryLaunch`); `max_registers`: of a thread, at head_dim up to
+    `WIDE_HEAD_DIM` and up to `OUTPUTS` outputs or 8 columns.
     """
 
     kv_heads: int
@@ -350,15 +357,8 @@ class DecodeShape:
     head_dim: int
     sliding_window: int | None = None
     logits_soft_cap: float | None = None
-    mean_blocks: int = 0
-    tiles_a_block: int = 0
+    bias: QueryBias = NO_BIAS
     max_registers: int = MAX_REGISTERS
-    keeps_first: bool = False
-
-    @property
-    def bias_columns(self) -> int:
-        """Biases of a query, and the score behind them."""
-        return 1 + self.mean_blocks + self.keeps_first
 
     def tiles(self, max_query_len: int) -> tuple[int, int]:
         """Columns of a tile and tiles of a KV head, for requests with at most so many query tokens."""
@@ -413,8 +413,8 @@ class DecodeLaunch(Launch):
             ),
             dict(
                 KV_HEADS=shape.kv_heads, QUERY_GROUP=shape.group, SLIDING_WINDOW=shape.sliding_window or 0,
-                HAS_SOFT_CAP=bool(soft_cap), MEAN_BLOCKS=shape.mean_blocks, BIAS_COLUMNS=shape.bias_columns,
-                TILES_A_BLOCK=shape.tiles_a_block,
+                HAS_SOFT_CAP=bool(soft_cap), MEAN_BLOCKS=shape.bias.blocks, BIAS_COLUMNS=shape.bias.columns,
+                TILES_A_BLOCK=shape.bias.tiles_a_block,
                 MICRO_BLOCKS_A_BLOCK=cache.shape[2] // 16, RING_BLOCK=ring.cache.shape[2] if ring else 0,
                 RECENT=ring.window if ring else 0, COLUMNS=columns, LAYOUT=kernel_layout(page),
             ),

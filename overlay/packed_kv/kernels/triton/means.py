@@ -79,6 +79,24 @@ class QueryConstants(NamedTuple):
     keeps_first: bool
 
 
+class QueryBias(NamedTuple):
+    """What stands beside a query of a layer with means: biases for `blocks` of positions, 0: none; `tiles_a_block`
+    tiles of 32 of the cache's tokens in such a block, 0: all are in one; and behind the biases, with `keeps_first`,
+    where V has means, the score of position 0."""
+
+    blocks: int = 0
+    tiles_a_block: int = 0
+    keeps_first: bool = False
+
+    @property
+    def columns(self) -> int:
+        """Numbers of a query."""
+        return 1 + self.blocks + self.keeps_first
+
+
+NO_BIAS = QueryBias()
+
+
 class Rotation(NamedTuple):
     """A layer's arguments of kernels that rotate queries: tensors at the launch, pointers in the kernel.
 
