@@ -421,6 +421,8 @@ SPECS: Mapping[str, Sequence[Spec]] = {
              base={"widths": OWN_WIDTHS}),
         Spec("key-widths-store", "widths_store.csv", {"dtype": "µs, tokens:", "part": "part", "widths": "K's groups"},
              text("p50_us"), ("tokens",), prepare=with_widths),
+        Spec("heads-of-256", "heads_of_256.csv", {"dtype": "µs, requests x context:", "kernel": "kernel"},
+             ratio("p50_us"), CASE, prepare=list, base={"kernel": "bf16"}),
         Spec("gpu-tests", "gpu_tests.csv", {"command": "command", "result": "result"}, shows( {"card": "gpu",
              "vLLM": "vllm", "PyTorch": "torch", "commit": "commit"}), prepare=list),
     ),

@@ -212,7 +212,14 @@ PAIRS, LATENTS = Pairs(FORMATS["tq4"], 128, 4), Latents(FORMATS["tq4"], 512, 64,
         ),
         (PAIRS, {"capability": None}, "a GPU of unknown compute capability"),
         (PAIRS._replace(head_dim=96), {}, "head size 96 (only 64, 128 and 256)"),
-        (PAIRS._replace(head_dim=256), {"longest_decode": 64}, ""),
+        (PAIRS._replace(head_dim=256), {"longest_decode": 2}, ""),
+        (PAIRS._replace(head_dim=256), {"longest_decode": 64, "option": "cuda"}, ""),
+        (
+            PAIRS._replace(head_dim=256, group=6),
+            {"longest_decode": 4},
+            "the CUDA kernel of heads of 256 is not timed above 8 columns (6 query heads per KV head times 4 query "
+            "tokens): decode_kernel=cuda takes it",
+        ),
         (
             PAIRS._replace(head_dim=256),
             {"capability": (12, 1), "option": "cuda"},

@@ -105,9 +105,20 @@ def who_serves(engine: Engine, layer: Pairs | Latents) -> Served:
             f"the CUDA kernel compiles for {_capability(engine.capability)}, but has not been seen to run there: "
             "decode_kernel=cuda takes it, packed-kv selftest compares and times it"
         )
+    elif engine.option != "cuda" and isinstance(layer, Pairs) and _is_untimed(layer, engine.longest_decode):
+        columns = f"{layer.group} query heads per KV head times {engine.longest_decode} query tokens"
+        reason = (
+            f"the CUDA kernel of heads of {layer.head_dim} is not timed above {cuda.LARGE_TIMED} columns ({columns}): "
+            "decode_kernel=cuda takes it"
+        )
     if reason or engine.capability is None:
         return Served(TRITON, longest_of(TRITON, layer), reason)
     return Served(CUDA, longest_of(CUDA, layer, generation_of(engine.capability).cuda_columns))
+
+
+def _is_untimed(layer: Pairs, longest_decode: int) -> bool:
+    """Return whether no GPU has timed the CUDA kernel beside Triton's for decodes of so many query tokens."""
+    return layer.head_dim == cuda.LARGE_HEAD and layer.group * longest_decode > cuda.LARGE_TIMED
 
 
 def longest_of(kernel: str, layer: Pairs | Latents, columns: int = cuda.COLUMNS) -> int:

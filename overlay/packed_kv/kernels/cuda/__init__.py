@@ -16,8 +16,8 @@ BITS = (4, 3, 2)
 """Widths that `codes.cuh` decodes."""
 COLUMNS = 64
 """The most query heads per KV head times query tokens that one pass over a request's keys serves."""
-LARGE_HEAD, LARGE_COLUMNS = 256, 64
-"""Channels of the heads that are served only on Hopper, and the most columns of theirs."""
+LARGE_HEAD, LARGE_COLUMNS, LARGE_TIMED = 256, 64, 8
+"""Channels of the heads that are served only on Hopper, the most columns of theirs, and the most that were timed."""
 MAX_PASSES = 4
 """The most passes over the keys of a request. With more, the prefill route is faster, which unpacks once."""
 MAX_REQUESTS = 1 << 14
