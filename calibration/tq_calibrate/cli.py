@@ -82,8 +82,7 @@ def parser(prog: str = "tq-calibrate") -> argparse.ArgumentParser:
     model.add_argument("--out", type=Path, metavar="FILE", help=f"default: {FILE_NAME} in the model's folder")
     model.add_argument("--weights-only", action="store_true",
                        help="estimate from weights, without running the model")  # fmt: skip
-    model.add_argument("--key-widths", action=argparse.BooleanOptionalAction, default=None,
-                       help="give groups of K other widths where they lose less (default: yes)")  # fmt: skip
+    model.add_argument("--no-key-widths", action="store_true", help="leave K's groups the widths of the dtypes")
     model.add_argument("--value-means", action="store_true",
                        help="store V less its mean where that loses less")  # fmt: skip
     model.add_argument("--parent", type=_positive, help=argparse.SUPPRESS)  # end with this process

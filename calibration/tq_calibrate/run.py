@@ -45,9 +45,8 @@ def calibrate(options: argparse.Namespace) -> None:
         statistics, held = estimate(config, model_folder(options.model), _context(options, longest)), None
     else:
         out, statistics, held = _observe_by_an_engine(options)
-    has_widths = options.key_widths
-    if has_widths is None:  # where attention to distant keys was seen: neither in latents nor in weights alone
-        has_widths = all(layer.far_key_weight is not None for layer in statistics.layers.values())
+    # attention to distant keys is seen neither in latents nor in weights alone
+    has_widths = not options.no_key_widths and all(x.far_key_weight is not None for x in statistics.layers.values())
     if has_widths:
         weigh_from_afar(statistics.layers)
     choices = _choose(statistics, options.recipe, centres_values=options.value_means)
@@ -125,11 +124,8 @@ def _observe(options: argparse.Namespace, model: TransformersModel | VllmModel) 
             "tokens; --context sets how many",
             file=sys.stderr,
         )
-    if rank_of(model.text_config):
-        if options.key_widths:
-            raise UserError(f"--key-widths are of groups of keys, and {options.model} stores latents; leave it out")
-        if options.value_means:
-            raise UserError(f"--value-means are of values, and {options.model} stores latents; leave it out")
+    if options.value_means and rank_of(model.text_config):
+        raise UserError(f"--value-means are of values, and {options.model} stores latents; leave it out")
     print(f"loading {options.model} ...", file=sys.stderr)
     with tqdm(total=options.tokens + sum(map(len, held)), unit=" tokens", unit_scale=True, desc="calibrating") as bar:
         statistics, sums = model.run(sequences, held, bar.update)

@@ -72,7 +72,7 @@ def test_a_file_with_widths(
     out, wanted = tmp_path / "file.json", {"tq3": (4, 3, 3, 2), "turboquant35": (4, 4, 3, 2)}
     monkeypatch.setattr(run, "key_widths", lambda *_: wanted)
     monkeypatch.setattr(run, "held_out_gains", lambda *_: {"tq3": 0.9, "turboquant35": 1.0})
-    assert main(["model", str(DEMO_MODEL), "--tokens", "512", "--out", str(out), "--key-widths"]) == 0
+    assert main(["model", str(DEMO_MODEL), "--tokens", "512", "--out", str(out)]) == 0
     told = capsys.readouterr().out
     assert "tq3: 4, 3, 3, 2 bits in groups of keys (error of scores on held-out text 0.90 of that with its own)" in told
     assert "turboquant35: its own widths in groups of keys" in told
@@ -88,6 +88,9 @@ def test_a_file_with_widths(
     )
     assert main(["check", str(out)]) == 0 and main(["show", str(out)]) == 0
     assert "tq3: 4, 3, 3, 2 bits in groups of keys" in capsys.readouterr().out
+    assert main(["model", str(DEMO_MODEL), "--tokens", "512", "--out", str(out), "--no-key-widths"]) == 0
+    assert load(out).version == 3 and not load(out).key_bits
+    assert "groups of keys" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
