@@ -252,7 +252,7 @@ def test_resources(name: str, centred: bool, columns: int, tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("columns", "is_final"), [(4, True), (4, False), (8, True), (8, False), (16, True), (32, True), (64, True)]
 )
-@pytest.mark.parametrize("name", ["isoquant4", "isoquant3", "turboquant35", "turboquant25"])
+@pytest.mark.parametrize("name", ["isoquant4", "turboquant25"])
 def test_resources_of_heads_of_256(name: str, is_final: bool, columns: int, tmp_path: Path) -> None:
     """An SM holds three blocks of four warps, or as many warps in blocks of one; of teams, two blocks, of 64 columns
     one."""
