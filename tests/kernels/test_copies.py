@@ -94,8 +94,8 @@ def latents() -> Iterator[Variant]:
 
 
 def pairs() -> Iterator[Variant]:
-    """Every layout, head size and number of columns, with the ring and without; the rest in turn, or all of it. Heads of
-    256, which take longest to compile, are with the ring and of two layouts, unless all are asked for."""
+    """Every layout, head size and number of columns, with the ring and without; the rest in turn, or all of it. Heads
+    of 256, which take longest to compile, are with the ring and of two layouts, unless all are asked for."""
     own = [(few, is_final) for is_final in (True, False) for few in (True, False)]
     bias, output = ((False, 0), (True, 8), (True, 0)), ((BF16, False), (torch.float16, True), (torch.float32, False))
     everything = list(itertools.product(own, bias, output, (1, 2)))
