@@ -38,7 +38,7 @@ def attend_pages(
     passes = 1 if kernel == "triton" else grids.pass_count(group, max_query_len)
     warps = head_dim // GROUP_SIZE
     if columns <= 8:
-        warps = grids.LARGE_WARPS[columns] if head_dim == LARGE_HEAD else 8
+        warps = grids.LARGE_WARPS[columns] if columns and head_dim == LARGE_HEAD else 8
     shape = splits if isinstance(splits, grids.Grid) else grids.Grid(warps, splits, is_final=True)
     # Without a final grid, a warp of a narrow block is a split, and so is a team.
     is_team = grids.is_wide(columns, head_dim)
