@@ -80,7 +80,7 @@ class QueryConstants(NamedTuple):
 
 
 class QueryBias(NamedTuple):
-    """What stands beside a query of a layer with means: biases for `blocks` of positions, 0: none; `tiles_a_block`
+    """Numbers beside a query of a layer with means: biases for `blocks` of positions, 0: none; `tiles_a_block`
     tiles of 32 of the cache's tokens in such a block, 0: all are in one; and behind the biases, with `keeps_first`,
     where V has means, the score of position 0."""
 
