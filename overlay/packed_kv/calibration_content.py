@@ -18,8 +18,8 @@ from .layout import key_vector
 from .model.rope import Parameters, Rope, normalised
 
 VERSION = 3
-"""Version of the files that are written, but for those with widths of K's groups or means of V. 1 and 2 are read too: 1
-has no means and scales of channels, 2 none before RoPE."""
+"""Version of written files without widths of K's groups and without means of V. Versions 1 and 2 are read too: 1 has no
+means and scales of channels, 2 has no means before RoPE."""
 FIRST_WITH_ROPES = 3
 FIRST_WITH_KEY_BITS = FIRST_WITH_VALUE_MEANS = NEWEST = 4
 """Version of the files that have widths of K's groups or means of V."""

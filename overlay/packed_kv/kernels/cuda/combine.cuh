@@ -40,7 +40,7 @@ struct WeightedSum {
 // side. Of heads of 256 a lane holds one tile at a time.
 constexpr int TILES_PER_WARP = (HEAD_DIM / 16 + WARPS - 1) / WARPS, FRAGMENTS = HEAD_DIM / 16;
 constexpr int TILES_AT_ONCE = HEAD_DIM > 128 ? 1 : TILES_PER_WARP, TURNS = TILES_PER_WARP / TILES_AT_ONCE;
-// With HAS_VALUE_MEANS, behind it are the mean of each output channel, and what that of token 0 is more.
+// With HAS_VALUE_MEANS, behind it are the mean of each output channel, and token 0's mean less that mean.
 struct Matrix {
     Quad fragments[TILES_AT_ONCE][FRAGMENTS];
 #if HAS_VALUE_MEANS

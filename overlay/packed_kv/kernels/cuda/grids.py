@@ -26,8 +26,8 @@ ROLE_REGISTERS = 128
 WARP_BYTES = {4: 9 * KIB, 8: 9 * KIB, 16: 11 * KIB, 32: 22 * KIB, 64: 28 * KIB}
 """Shared memory of a warp, by columns: at least its share, for any layout, of what a block of several takes."""
 LARGE_WARPS = {4: 4, 8: 4, 16: 8, 32: 8, 64: 8}
-"""Warps of a block over heads of `LARGE_HEAD` channels, whose outputs take twice the registers of those of 128, and
-whose tiles have twice the bytes."""
+"""Warps of a block over heads of `LARGE_HEAD` channels: outputs take twice the registers that 128 channels take, and
+tiles have twice the bytes."""
 LARGE_REGISTERS = {4: 168, 8: 168, 16: 128, 32: 128, 64: 255}
 """`REGISTERS` of such heads. Up to 8 columns, an SM holds three blocks with 168, two with 255; of 16 and 32 columns two
 with 128."""
@@ -71,8 +71,8 @@ class GridInputs(NamedTuple):
     generation: Generation = HOPPER
 
     def warps_per_sm(self, columns: int) -> int:
-        """Return how many warps an SM holds, those that only unpack not counted: a power of 2, or of heads of 256
-        channels whole blocks."""
+        """Return how many warps an SM holds, without the warps that only unpack: a power of 2, or whole blocks over
+        heads of 256 channels."""
         if self.unpackers and columns > NARROW:
             return self.generation.resident_warps(ROLE_REGISTERS) // 2
         if self.head_dim == LARGE_HEAD:
