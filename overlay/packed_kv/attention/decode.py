@@ -39,15 +39,13 @@ def rotation_of(layer: PairLayout) -> QueryRotation:
 
 
 class PairKind(NamedTuple):
-    """Key of the layers that share a step: the kernel, heads and their channels, blocks of positions for which queries
-    have a bias, and whether a score of position 0 follows the biases."""
+    """Key of the layers that share a step: the kernel, heads and their channels, and what stands beside a query."""
 
     by_cuda: bool
     query_heads: int
     kv_heads: int
     head_dims: tuple[int, int]
-    mean_blocks: int
-    keeps_first: bool
+    bias: QueryBias
 
 
 def _empty_launches() -> tuple[dict[int, DecodeLaunch], dict[tuple[int, int], MergeLaunch]]:
@@ -118,9 +116,7 @@ class PairWorkspace:
     def kind(self, *, by_cuda: bool) -> PairKind:
         """Return the kind of the kernel."""
         layer, dims = self.layer, (self.layer.codec.key.head_dim, self.layer.codec.value.head_dim)
-        return PairKind(
-            by_cuda, layer.query_heads, layer.kv_heads, dims, self.shape.bias.blocks, self.shape.bias.keeps_first
-        )
+        return PairKind(by_cuda, layer.query_heads, layer.kv_heads, dims, self.shape.bias)
 
     def take(
         self, tokens: int, partial: tuple[int, int, int], *more: tuple[tuple[int, ...], torch.dtype]
