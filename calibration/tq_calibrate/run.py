@@ -50,19 +50,23 @@ def calibrate(options: argparse.Namespace) -> None:
     if has_widths:
         weigh_from_afar(statistics.layers)
     choices = _choose(statistics, options.recipe, centres_values=options.value_means)
-    if options.value_means and held and not _keeps_means(held_out_gain(held, choices)):
-        choices = _choose(statistics, options.recipe, centres_values=False)
+    verdicts = []
+    if options.value_means and held:
+        keeps_means, verdict = _means_verdict(held_out_gain(held, choices))
+        verdicts.append(verdict)
+        if not keeps_means:
+            choices = _choose(statistics, options.recipe, centres_values=False)
     named = " ".join(("--text", *options.text)) if options.text else ""
     if held and (warning := check(judge(held, statistics.layers, choices), named)):
         print(f"tq-calibrate: {warning}", file=sys.stderr)
     name = Path(options.model).resolve().name if Path(options.model).exists() else options.model
     mode = 0o600 if options.parent else 0o666  # an engine loads no file that others can write
-    key_bits, verdicts = _key_widths(statistics, held, choices) if has_widths else ({}, [])
+    key_bits, on_widths = _key_widths(statistics, held, choices) if has_widths else ({}, [])
     write_file(out, file_content(statistics, choices, options.recipe, name, key_bits), mode)
     seen = f"{statistics.tokens:,} tokens" if statistics.tokens else "weights alone, so without means of keys"
     heads = heads_in_words(statistics.kv_heads, *statistics.head_sizes)
     summary = f"{out}: {len(choices)} layers, {heads}, from {seen}, {time.perf_counter() - start:.0f} s"
-    print("\n".join([summary, *verdicts]))
+    print("\n".join([summary, *verdicts, *on_widths]))
 
 
 def _choose(statistics: Statistics, recipe: str, *, centres_values: bool) -> dict[int, LayerChoice]:
@@ -70,11 +74,10 @@ def _choose(statistics: Statistics, recipe: str, *, centres_values: bool) -> dic
     return {layer: choose(found, recipe, centres_values=centres_values) for layer, found in choosing}
 
 
-def _keeps_means(gain: float) -> bool:
-    """Say whether the file has means of V, for a gain on held-out text, and print it."""
-    verdict = "values less their means" if gain < LEAST_GAIN else "no means of values"
-    print(f"tq-calibrate: {verdict} (error of outputs on held-out text {gain:.2f} of that without)", file=sys.stderr)
-    return gain < LEAST_GAIN
+def _means_verdict(gain: float) -> tuple[bool, str]:
+    """Return whether the file has means of V, for a gain on held-out text, and a line that says so."""
+    found = "values less their means" if gain < LEAST_GAIN else "no means of values"
+    return gain < LEAST_GAIN, f"{found} (error of outputs on held-out text {gain:.2f} of that without)"
 
 
 def _key_widths(

@@ -36,7 +36,7 @@ def test_a_file_with_means_of_values(
     without = json.loads(out.read_text())
     monkeypatch.setattr(run, "held_out_gain", lambda *_: 0.9)
     assert main([*command, "--value-means"]) == 0
-    assert "values less their means (error of outputs on held-out text 0.90" in capsys.readouterr().err
+    assert "values less their means (error of outputs on held-out text 0.90" in capsys.readouterr().out
     file, written = load(out), json.loads(out.read_text())
     jsonschema.validate(written, json.loads(SCHEMA.read_text()))
     assert file.version == 4
@@ -48,7 +48,7 @@ def test_a_file_with_means_of_values(
     assert "with means of values" in capsys.readouterr().out
     monkeypatch.setattr(run, "held_out_gain", lambda *_: 0.96)
     assert main([*command, "--value-means"]) == 0
-    assert "no means of values (error of outputs on held-out text 0.96" in capsys.readouterr().err
+    assert "no means of values (error of outputs on held-out text 0.96" in capsys.readouterr().out
     assert json.loads(out.read_text()) == without
 
 
