@@ -1,16 +1,15 @@
-"""Bulk copies in the machine code of every kernel that issues them: behind all loads of the memory that they overwrite.
+"""Bulk copies in the machine code of the kernels that issue them: behind all loads of the memory that they overwrite.
 
 `copies.cuh` says why. NVRTC compiles without a GPU, with the lines of the sources beside the machine code; the
 scoreboards that instructions set and wait for say which loads may be under way where a copy is issued
 (`machine_code.py`).
 
-    PACKED_KV_ALL_VARIANTS=1 pytest tests/kernels/test_copies.py    every variant of pairs (a quarter of an hour)
+    PACKED_KV_ALL_VARIANTS=1 pytest tests/kernels/test_copies.py    every variant (half an hour of CPU time)
 """
 
 from __future__ import annotations
 
 import itertools
-import os
 import re
 from collections.abc import Callable, Iterator
 from functools import cache
@@ -24,6 +23,7 @@ from packed_kv.formats import FORMATS
 from packed_kv.kernels.cuda import COLUMNS, HEAD_DIMS, LARGE_HEAD, grids, latent_launch, launch, most_columns, nvrtc
 from packed_kv.kernels.cuda.source import LATENT, Source, read_sources
 from packed_kv.layout import latent_layout, page_layout, row_layout
+from variants import EVERY, half
 
 Edit = Callable[[dict[str, str]], dict[str, str]]
 BF16 = torch.bfloat16
@@ -83,34 +83,31 @@ class Variant(NamedTuple):
 
 
 def latents() -> Iterator[Variant]:
-    """Every layout, block of up to 32 rows and width of RoPE, over pages and over picked rows; the rest in turn."""
+    """Layouts, blocks of up to 32 rows and widths of RoPE, over pages and over picked rows; the rest in turn."""
     rest = itertools.cycle([(BF16, BF16, True, False), (torch.float16, None, False, True), (BF16, None, False, False)])
-    for name, rows, rope_bits in itertools.product(LAYOUTS, (16, 24, 32), (16, 8)):
+    kinds = (("", latent_layout), ("-picks", row_layout))
+    for name, rows, rope_bits, (kind, layout) in half(LAYOUTS, (16, 24, 32), (16, 8), kinds):
         query, output, has_constant, has_lse = next(rest)
         variant = latent_launch.LatentVariant(rows, rows, 64, query, output, has_constant, has_lse)
-        for kind, layout in (("", latent_layout), ("-picks", row_layout)):
-            constants = latent_launch.constants(layout(FORMATS[name], 512, 64, rope_bits), variant)
-            yield Variant(f"{name}-{rows}-{rope_bits}{kind}", LATENT, constants, "latent_decode", "latent_narrow.cuh")
+        constants = latent_launch.constants(layout(FORMATS[name], 512, 64, rope_bits), variant)
+        yield Variant(f"{name}-{rows}-{rope_bits}{kind}", LATENT, constants, "latent_decode", "latent_narrow.cuh")
 
 
 def pairs() -> Iterator[Variant]:
-    """Every layout, head size and number of columns, with the ring and without; the rest in turn, or all of it. Heads
-    of 256, which take longest to compile, are with the ring and of two layouts, unless all are asked for."""
+    """Layouts, head sizes and numbers of columns, with the ring and without; the rest in turn, or all of it. Heads of
+    256, which take longest to compile, are with the ring and of two layouts, unless all are asked for."""
     own = [(few, is_final) for is_final in (True, False) for few in (True, False)]
     bias, output = ((False, 0), (True, 8), (True, 0)), ((BF16, False), (torch.float16, True), (torch.float32, False))
     everything = list(itertools.product(own, bias, output, (1, 2)))
-    every = bool(os.environ.get("PACKED_KV_ALL_VARIANTS"))
-    for number, (name, head_dim, columns, ring) in enumerate(
-        itertools.product(LAYOUTS, HEAD_DIMS, grids.COLUMN_COUNTS, (0, 8))
-    ):
+    for number, (name, head_dim, columns, ring) in enumerate(half(LAYOUTS, HEAD_DIMS, grids.COLUMN_COUNTS, (0, 8))):
         if columns > most_columns(head_dim, COLUMNS):
             continue
-        if head_dim == LARGE_HEAD and not every and (not ring or name not in ("tq4", "turboquant25")):
+        if head_dim == LARGE_HEAD and not EVERY and (not ring or name not in ("tq4", "turboquant25")):
             continue
         page = page_layout(FORMATS[name], head_dim)
         inputs = grids.grid_inputs(page, 8, 132)
         seen = set()
-        for rest in everything if every else [everything[number * 7 % len(everything)]]:
+        for rest in everything if EVERY else [everything[number * 7 % len(everything)]]:
             (is_few, is_final), (has_bias, tiles), (dtype, has_lse), passes = rest
             warps = grids.block_kinds(inputs, columns)[0 if is_few else 1].warps
             if not is_final and not grids.is_wide(columns, head_dim):
@@ -126,7 +123,7 @@ def pairs() -> Iterator[Variant]:
             source = launch.source_of(constants)
             wide = "roles_unpack.cuh" if int(constants["UNPACKERS"]) else "wide.cuh"
             file = wide if grids.is_wide(columns, head_dim) else "narrow.cuh"
-            label = f"{name}-{head_dim}-{columns}-{ring}" + (f"-{len(seen)}" if every else "")
+            label = f"{name}-{head_dim}-{columns}-{ring}" + (f"-{len(seen)}" if EVERY else "")
             yield Variant(label, source, constants, "decode", file)
 
 

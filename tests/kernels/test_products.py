@@ -15,15 +15,15 @@ from packed_kv.formats import FORMATS
 from packed_kv.kernels.cuda import latent_launch
 from packed_kv.layout import latent_layout, row_layout
 from test_copies import BF16, LAYOUTS, nvrtc
+from variants import half
 
 KERNEL, SPILLED_BYTES = "latent_decode", 8
 """The kernel, and what it may spill: two registers, of 32 rows with tq3."""
 
 
-@pytest.mark.parametrize("kind", [latent_layout, row_layout], ids=["pages", "picks"])
-@pytest.mark.parametrize("rope_bits", [16, 8])
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_products_do_not_wait(name: str, rope_bits: int, kind, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("name", "rope_bits", "rows_of"), half(LAYOUTS, (16, 8), ("pages", "picks")))
+def test_products_do_not_wait(name: str, rope_bits: int, rows_of: str, tmp_path: Path) -> None:
+    kind = {"pages": latent_layout, "picks": row_layout}[rows_of]
     for rows in (64, 32):
         variant = latent_launch.LatentVariant(rows, rows, 64, BF16, BF16, True, False)
         constants = latent_launch.constants(kind(FORMATS[name], 512, 64, rope_bits), variant)

@@ -33,6 +33,7 @@ from packed_kv.kernels.cuda.kernel import Compilation, block_of, machine_code
 from packed_kv.kernels.cuda.launch import PairVariant, constants, source_of
 from packed_kv.layout import page_layout
 from test_decode import BOUND, DEVICE, relative_rms, transforms
+from variants import half
 
 KERNEL = "cuda emulated" if DEVICE == "cpu" else "cuda"
 if DEVICE == "cpu":
@@ -225,9 +226,10 @@ def test_recent_tokens(options: dict[str, Any]) -> None:
     assert relative_rms(*ring_tests.run(kernel=KERNEL, **options)) < BOUND
 
 
-@pytest.mark.parametrize("columns", COLUMN_COUNTS)
-@pytest.mark.parametrize("centred", [False, True], ids=["", "centred"])
-@pytest.mark.parametrize("name", ["isoquant4", "isoquant3", "turboquant35", "turboquant25"])
+@pytest.mark.parametrize(
+    ("name", "centred", "columns"),
+    half(("isoquant4", "isoquant3", "turboquant35", "turboquant25"), (False, True), COLUMN_COUNTS),
+)
 def test_resources(name: str, centred: bool, columns: int, tmp_path: Path) -> None:
     """NVRTC, which needs no GPU, compiles the kernel: an SM holds the warps of the grid. Up to 16 columns, few words
     are spilled, outside of the loop; 32 columns and teams spill some in it, and blocks with warps that only unpack
@@ -250,9 +252,12 @@ def test_resources(name: str, centred: bool, columns: int, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(
-    ("columns", "is_final"), [(4, True), (4, False), (8, True), (8, False), (16, True), (32, True), (64, True)]
+    ("name", "columns", "is_final"),
+    [
+        *half(("isoquant4", "turboquant25"), (4, 8), (True, False)),
+        *((*case, True) for case in half(("isoquant4", "turboquant25"), (16, 32, 64))),
+    ],
 )
-@pytest.mark.parametrize("name", ["isoquant4", "turboquant25"])
 def test_resources_of_heads_of_256(name: str, is_final: bool, columns: int, tmp_path: Path) -> None:
     """An SM holds three blocks of four warps, or as many warps in blocks of one; of teams, two blocks, of 64 columns
     one."""

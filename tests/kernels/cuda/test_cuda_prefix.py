@@ -25,6 +25,7 @@ from page_codecs import page_codec
 from test_cuda_decode import gpu_only, runs
 from test_decode import BOUND, DEVICE, relative_rms, sized, transforms
 from test_ring import poisoned_ring
+from variants import half
 
 Pass = tuple[int, int, int, int]
 
@@ -207,9 +208,10 @@ def test_recent_tokens_of_prefixes(options: dict[str, Any]) -> None:
     check(options)
 
 
-@pytest.mark.parametrize("centred", [False, True], ids=["", "centred"])
-@pytest.mark.parametrize("name", ["isoquant4", "isoquant3", "turboquant35", "turboquant25"])
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize(
+    ("name", "head_dim", "centred"),
+    half(("isoquant4", "isoquant3", "turboquant35", "turboquant25"), (64, 128), (False, True)),
+)
 def test_resources(name: str, head_dim: int, centred: bool, tmp_path: Path) -> None:
     """An SM holds the warps of the grid; blocks with warps that only unpack spill nothing, and teams little."""
     page = page_layout(FORMATS[name], head_dim)
