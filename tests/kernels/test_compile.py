@@ -366,7 +366,7 @@ def plan_ring_case() -> Case:
         kernel="packed_kv.kernels.triton.ring:_plan_kernel",
         arch=90,
         types={**dict.fromkeys(pointers, "*i32"), **dict.fromkeys(("requests", "tokens", "table_stride"), "i32")},
-        constants=dict(WINDOW=64, BLOCK=8, RING_BLOCKS=10, LONGEST=1, ENTRIES=16, TOKENS=ring.TOKENS_A_PROGRAM),
+        constants=dict(PLAN=ring.PlanConstants(64, 8, 10, 1, 16)),
         options=dict(num_warps=4),
         unaligned=("requests", "tokens", "table_stride"),
     )

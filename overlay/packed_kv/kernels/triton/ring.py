@@ -8,6 +8,7 @@ from which token on a request's ring can be read. The reference of the bytes is 
 from __future__ import annotations
 
 import functools
+from typing import NamedTuple
 
 import torch
 import triton
@@ -263,28 +264,39 @@ def attend_ring(
     return outputs, maximum, total
 
 
+class PlanConstants(NamedTuple):
+    """Constants that `_plan_kernel` is compiled for: tokens of the recent `window` and of a ring's `block`; `blocks` of
+    a ring; query tokens of the `longest` decode; table `entries` that hold the window and such a decode, a power of 2;
+    and `tokens` at a time."""
+
+    window: int
+    block: int
+    blocks: int
+    longest: int
+    entries: int
+    tokens: int = TOKENS_A_PROGRAM
+
+
 @triton.jit(do_not_specialize=["tokens", "table_stride", "requests"])
-def _plan_kernel(
-    query_start, seq_lens, table, slots, first, requests, tokens, table_stride,
-    WINDOW: tl.constexpr, BLOCK: tl.constexpr, RING_BLOCKS: tl.constexpr, LONGEST: tl.constexpr,
-    ENTRIES: tl.constexpr, TOKENS: tl.constexpr,
-):  # fmt: skip
+def _plan_kernel(query_start, seq_lens, table, slots, first, requests, tokens, table_stride, PLAN: tl.constexpr):
     """Grid: requests. int32 `query_start` [requests + 1], `seq_lens` [requests], `table` [requests, blocks]; filled:
-    `slots` [tokens], `first` [requests]."""
+    `slots` [tokens], `first` [requests]. PLAN: `PlanConstants`."""
+    BLOCK: tl.constexpr = PLAN.block
+    TOKENS: tl.constexpr = PLAN.tokens
     request = tl.program_id(0)
     start, end = tl.load(query_start + request), tl.load(query_start + request + 1)
     count, seq_len = end - start, tl.load(seq_lens + request)
     prefix = seq_len - count
     table += request.to(tl.int64) * table_stride
 
-    low = tl.maximum(prefix - WINDOW + 1, 0)
-    newest = tl.where(count <= LONGEST, tl.where(count > 0, seq_len, 0), prefix) - 1
-    entry = low // BLOCK + tl.arange(0, ENTRIES)
+    low = tl.maximum(prefix - PLAN.window + 1, 0)
+    newest = tl.where(count <= PLAN.longest, tl.where(count > 0, seq_len, 0), prefix) - 1
+    entry = low // BLOCK + tl.arange(0, PLAN.entries)
     entered = tl.load(table + entry, mask=entry * BLOCK <= newest, other=1)
     missing = tl.max(tl.where(entered == 0, entry, -1), 0)
     tl.store(first + request, tl.maximum(low, (missing + 1) * BLOCK))
 
-    kept = (seq_len - 1) // BLOCK - RING_BLOCKS + 1  # a block before it has the place of a newer one
+    kept = (seq_len - 1) // BLOCK - PLAN.blocks + 1  # a block before it has the place of a newer one
     for base in range(0, count, TOKENS):
         token = base + tl.arange(0, TOKENS)
         position = prefix + token
@@ -319,11 +331,9 @@ def plan_ring(
 @functools.cache
 def _bind_plan(block_size: int, ring_blocks: int, window: int, longest_decode: int, device: torch.device) -> Launch:
     """The kernel for rings of these sizes; `device` keeps those of several devices apart."""
-    constants = dict(
-        WINDOW=window, BLOCK=block_size, RING_BLOCKS=ring_blocks, LONGEST=longest_decode,
-        ENTRIES=power_of_2((window + longest_decode) // block_size + 2), TOKENS=TOKENS_A_PROGRAM,
-    )  # fmt: skip
-    return Launch(_plan_kernel, Arguments(), constants, num_warps=4)
+    entries = power_of_2((window + longest_decode) // block_size + 2)
+    constants = PlanConstants(window, block_size, ring_blocks, longest_decode, entries)
+    return Launch(_plan_kernel, Arguments(), dict(PLAN=constants), num_warps=4)
 
 
 @triton.jit(
