@@ -37,7 +37,6 @@ EXCEPTIONS = {
         "overlay/packed_kv/kernels/triton/latent_ring.py _gather_latent_ring_kernel",
         "overlay/packed_kv/kernels/triton/latent_rows.py _gather_rows_kernel",
         "overlay/packed_kv/kernels/triton/merge.py _merge_kernel",
-        "overlay/packed_kv/kernels/triton/ring.py _gather_ring_kernel",
         "overlay/packed_kv/kernels/triton/ring.py attend_ring",
         "overlay/packed_kv/kernels/triton/sparse_picks.py _merge_picks_kernel",
     ),

@@ -14,7 +14,7 @@ from packed_kv.gpu_generations import generation_of
 from packed_kv.kernels import power_of_2
 from packed_kv.kernels.cuda.schedule import Scheduler
 from packed_kv.kernels.kernel_layout import kernel_layout
-from packed_kv.kernels.triton import decode, gather, means, merge, mixed_plan, ring, store, store_section
+from packed_kv.kernels.triton import decode, gather, means, merge, mixed_plan, records, ring, store, store_section
 from packed_kv.kernels.triton.quantize import Transform
 from packed_kv.layout import MEAN_BLOCK, PageLayout, page_layout, ring_layout
 
@@ -40,7 +40,7 @@ def store_case(
     key_bits: tuple[int, ...] | None = None, keeps_first: bool = False,
 ) -> Case:  # fmt: skip
     blocks, vectors = (
-        store_section.Blocks("*u8", "i32", "i32"),
+        records.Blocks("*u8", "i32", "i32"),
         store_section.Vectors("i32", "i32", "*i64", "i32", "*fp32", "i32"),
     )
     layer = store_section.StoreLayer(blocks, vectors, vectors, "*fp32", "*fp32", blocks)
@@ -392,8 +392,8 @@ def gather_ring_case() -> Case:
         kernel="packed_kv.kernels.triton.ring:_gather_ring_kernel",
         arch=90,
         types=dict(
-            table="*i32", first="*i32", spans="*i32", key="*fp16", value="*fp16", table_stride="i32", ring="*u8",
-            block_stride="i32", head_stride="i32",
+            table="*i32", first="*i32", spans="*i32", key="*fp16", value="*fp16", table_stride="i32",
+            ring=records.Blocks("*u8", "i32", "i32"),
         ),
         constants=dict(KV_HEADS=8, GROUPS=4, BLOCK=8, RING=ring_layout(128)),
         options=dict(num_warps=4),

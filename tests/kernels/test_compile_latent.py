@@ -9,7 +9,7 @@ from compiling import EXACT_FMAS, Case, Resources, check_look_ups, compile_kerne
 from packed_kv.formats import FORMATS, Format
 from packed_kv.gpu_generations import generation_of
 from packed_kv.kernels.kernel_layout import kernel_layout, latent_row_layout, rope_layout
-from packed_kv.kernels.triton import latent_decode, latent_gather, latent_ring, latent_rows, store_section
+from packed_kv.kernels.triton import latent_decode, latent_gather, latent_ring, latent_rows, records, store_section
 from packed_kv.kernels.triton.latent_store import parts_of
 from packed_kv.kernels.triton.quantize import Transform
 from packed_kv.layout import latent_layout, ring_layout, row_layout
@@ -73,7 +73,7 @@ def test_programs_of_many_rows_fit(arch: int) -> None:
 def store_case(fmt: Format, arch: int, rope_bits: int) -> Case:
     layout = kernel_layout(latent_layout(fmt, RANK, ROPE_DIM, rope_bits))
     vectors = store_section.Vectors("i32", "i32", "*i64", "i32", "*fp32", "i32")
-    blocks = store_section.Blocks("*u8", "i32", "i32")
+    blocks = records.Blocks("*u8", "i32", "i32")
     constants = store_section.StoreConstants(
         1, (16, 4), Transform(fmt.rotation, True, True, False, 1, 0), (RANK, RANK), layout,
         store_section.rows_of(layout), None, parts_of(layout),

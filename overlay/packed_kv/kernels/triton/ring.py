@@ -25,6 +25,7 @@ from .launch import Arguments, Launch, StepLaunch
 from .means import add_first_bias, bias_increase, bias_of_block, block_of, store_first_score
 from .pages import KEY, VALUE
 from .quantize import of, product
+from .records import blocks
 from .scales import online_softmax_update, over_scores, scale_byte, scale_weights, transpose_weights
 
 _LARGEST_CODE = tl.constexpr(float(LARGEST_CODE))
@@ -340,24 +341,24 @@ def _bind_plan(block_size: int, ring_blocks: int, window: int, longest_decode: i
     do_not_specialize=["table_stride"], do_not_specialize_on_alignment=["table", "first", "spans", "key", "value"]
 )
 def _gather_ring_kernel(
-    table, first, spans, key, value, table_stride, ring, block_stride, head_stride,
+    table, first, spans, key, value, table_stride, ring,
     KV_HEADS: tl.constexpr, GROUPS: tl.constexpr, BLOCK: tl.constexpr, RING: tl.constexpr,
 ):  # fmt: skip
     """Grid: (spans, KV heads). int32 `table` [requests, blocks], `first` [requests] and `spans` [spans, 4]; fp16 `key`
-    and `value` [rows, KV_HEADS, HEAD_DIM]; `ring` uint8 [blocks, KV_HEADS, BLOCK, ring_slot_bytes]."""
+    and `value` [rows, KV_HEADS, HEAD_DIM]; `ring`: `Blocks` [blocks, KV_HEADS, BLOCK, ring_slot_bytes]."""
     HEAD_DIM: tl.constexpr = 32 * GROUPS
     SLOT: tl.constexpr = RING.slot_bytes
     span, head = spans + tl.program_id(0) * 4, tl.program_id(1)
     request, row, low, end = tl.load(span), tl.load(span + 1), tl.load(span + 2), tl.load(span + 3)
     table += request.to(tl.int64) * table_stride
-    ring_head = ring + head.to(tl.int64) * head_stride
+    ring_head = ring.pointer + head.to(tl.int64) * ring.head_stride
     position = tl.arange(0, 32)  # of a byte in its group
     key_channel = position // 2 % 4 * 8 + position // 8 * 2 + position % 2
     value_channel = position % 4 * 8 + position // 4
     for base in range(tl.maximum(low, tl.load(first + request)), end, 32):
         token = base + tl.arange(0, 32)
         there = token < end
-        slot = ring_slots(ring_head, table, tl.minimum(token, end - 1), block_stride, BLOCK, SLOT)
+        slot = ring_slots(ring_head, table, tl.minimum(token, end - 1), ring.block_stride, BLOCK, SLOT)
         target = ((row + token).to(tl.int64) * KV_HEADS + head) * HEAD_DIM
         for vector in tl.static_range(2):
             for g in tl.static_range(GROUPS):
@@ -383,8 +384,7 @@ class GatherRingLaunch(Launch):
         constants = dict(
             KV_HEADS=cache.shape[1], GROUPS=head_dim // GROUP_SIZE, BLOCK=cache.shape[2], RING=ring_layout(head_dim)
         )
-        fixed = Arguments(cache, cache.stride(0), cache.stride(1))
-        super().__init__(_gather_ring_kernel, fixed, constants, num_warps=4)
+        super().__init__(_gather_ring_kernel, Arguments(blocks(cache)), constants, num_warps=4)
 
     @staticmethod
     def step(ring: Ring, spans: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> StepLaunch:
