@@ -28,7 +28,6 @@ EXCEPTIONS = {
         "overlay/packed_kv/kernels/kernel_layout.py PackedVector",
     ),
     "Triton kernels whose arguments are no records yet": (
-        "overlay/packed_kv/kernels/triton/combine.py _combine_kernel",
         "overlay/packed_kv/kernels/triton/decode.py _decode_kernel",
         "overlay/packed_kv/kernels/triton/gather.py _unrotate_kernel",
         "overlay/packed_kv/kernels/triton/latent_decode.py _decode_latents_kernel",

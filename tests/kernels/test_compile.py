@@ -14,7 +14,18 @@ from packed_kv.gpu_generations import generation_of
 from packed_kv.kernels import power_of_2
 from packed_kv.kernels.cuda.schedule import Scheduler
 from packed_kv.kernels.kernel_layout import kernel_layout
-from packed_kv.kernels.triton import decode, gather, means, merge, mixed_plan, records, ring, store, store_section
+from packed_kv.kernels.triton import (
+    combine,
+    decode,
+    gather,
+    means,
+    merge,
+    mixed_plan,
+    records,
+    ring,
+    store,
+    store_section,
+)
 from packed_kv.kernels.triton.quantize import Transform
 from packed_kv.layout import MEAN_BLOCK, PageLayout, page_layout, ring_layout
 
@@ -344,7 +355,7 @@ def sinks_case() -> Case:
             output="*bf16", lse="*fp32", lse_stride="i32", sinks="*bf16", output_token_stride="i32",
             output_head_stride="i32",
         ),
-        constants=dict(HEADS=64, PADDED_HEADS=64, HEAD_DIM=64, PADDED_DIM=64),
+        constants=dict(OUTPUT=combine.OutputConstants(64, 64, 64, 64)),
         options=dict(num_warps=4),
         unaligned=("lse", "lse_stride"),
     )  # fmt: skip
@@ -355,7 +366,7 @@ def share_case() -> Case:
         kernel="packed_kv.kernels.triton.combine:_share_kernel",
         arch=90,
         types=dict(output="*bf16", lse="*fp32", rank_lse="*fp32"),
-        constants=dict(RANK=1, RANKS=2, HEADS=64, PADDED_HEADS=64, HEAD_DIM=128, PADDED_DIM=128),
+        constants=dict(RANK=1, RANKS=2, OUTPUT=combine.OutputConstants(64, 64, 128, 128)),
         options=dict(num_warps=4),
     )  # fmt: skip
 
@@ -424,7 +435,7 @@ def combine_case() -> Case:
             output="*bf16", lse="*fp32", part_lse="*fp32", part="*bf16", has_part="*i32",
             **dict.fromkeys(strides, "i32"), output_token_stride="i32", output_head_stride="i32",
         ),
-        constants=dict(ARE_ALL=False, PART_DIM=128, HEADS=32, PADDED_HEADS=32, HEAD_DIM=128, PADDED_DIM=128),
+        constants=dict(OUTPUT=combine.OutputConstants(32, 32, 128, 128), PART=combine.PartConstants(128, False)),
         options=dict(num_warps=4),
         unaligned=("lse", "part_lse", "has_part", *strides),
     )  # fmt: skip
