@@ -339,8 +339,9 @@ def unrotate_case(head_dim: int) -> Case:
             spectrum="*fp32", matrix_head_stride="i32", means_head_stride="i32",
         ),
         constants=dict(
-            KV_HEADS=8, HEAD_DIM=head_dim, PADDED_DIM=power_of_2(head_dim), ROWS=gather.ROWS_A_PROGRAM,
-            MEAN_BLOCKS=MEAN_BLOCKS, MEAN_BLOCK_TOKENS=MEAN_BLOCK,
+            UNROTATE=gather.UnrotateConstants(
+                8, head_dim, power_of_2(head_dim), gather.ROWS_A_PROGRAM, MEAN_BLOCKS, MEAN_BLOCK
+            )
         ),
         options=dict(num_warps=4),
         unaligned=("rows", "positions"),
