@@ -137,7 +137,7 @@ def test_rows_stay_in_registers(name: str, arch: int, rope_bits: int) -> None:
             rows="*bf16", positions="*i32", block_table="*i32", requests="*i32", cache="*u8",
             **dict.fromkeys(numbers, "i32"),
         ),
-        constants=dict(A_REQUEST=2048, BLOCK_SIZE=64, EIGHTS=latent_rows.EIGHTS, ROW=row),
+        constants=dict(A_REQUEST=2048, BLOCK_SIZE=64, ROW=row),
         options=dict(num_warps=latent_rows.EIGHTS, num_stages=1),
         unaligned=("positions", "count", "block_table", "requests", "table_stride", "columns"),
     )  # fmt: skip
