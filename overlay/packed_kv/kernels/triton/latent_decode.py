@@ -8,6 +8,7 @@ the reference.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import triton
@@ -202,23 +203,37 @@ class DecodeLatentsLaunch(Launch):
         return StepLaunch((splits, row_tiles(shape, max_query_len), len(seq_lens)), arguments)
 
 
+class MergeLatentsConstants(NamedTuple):
+    """Constants that `_merge_latents_kernel` is compiled for: heads, their rank, `channels` of a program, the most
+    `splits`, a power of 2, and whether a constant is added and the lse filled."""
+
+    heads: int
+    rank: int
+    channels: int
+    splits: int
+    has_constant: bool
+    has_lse: bool
+
+
 @triton.jit(do_not_specialize=["splits"])
 def _merge_latents_kernel(
-    output, partial_output, partial_stats, lse, splits, constant, token_stride, head_stride,
-    HEADS: tl.constexpr, RANK: tl.constexpr, CHANNELS: tl.constexpr, SPLITS: tl.constexpr, HAS_CONSTANT: tl.constexpr,
-    HAS_LSE: tl.constexpr,
+    output, partial_output, partial_stats, lse, splits, constant, token_stride, head_stride, MERGE: tl.constexpr
 ):  # fmt: skip
     """Combine the splits of a row.
 
-    Grid: (tokens times HEADS, RANK / CHANNELS).
+    Grid: (tokens times heads, rank / channels).
 
     Args:
-        output: fp16, bf16 or fp32 [tokens, HEADS, RANK], with `token_stride` and `head_stride` (int32); filled.
-        partial_output, partial_stats: of the decode kernel; splits: int32, at most SPLITS, a power of 2.
-        lse: fp32 [tokens, HEADS], filled where HAS_LSE: -inf of a row that sees no token.
-        constant: fp32 [RANK], added; read where HAS_CONSTANT.
+        output: fp16, bf16 or fp32 [tokens, heads, rank], with `token_stride` and `head_stride` (int32); filled.
+        partial_output, partial_stats: of the decode kernel; splits: int32, at most `MERGE.splits`.
+        lse: fp32 [tokens, heads], filled where `has_lse`: -inf of a row that sees no token.
+        constant: fp32 [rank], added; read where `has_constant`.
+        MERGE: `MergeLatentsConstants`.
     """
-    row, split = tl.program_id(0).to(tl.int64), tl.arange(0, SPLITS)
+    HEADS: tl.constexpr = MERGE.heads
+    RANK: tl.constexpr = MERGE.rank
+    CHANNELS: tl.constexpr = MERGE.channels
+    row, split = tl.program_id(0).to(tl.int64), tl.arange(0, MERGE.splits)
     channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
     slot, known = row * splits + split, split < splits
     maxima = tl.load(partial_stats + slot * 2, mask=known, other=_MASKED)
@@ -229,11 +244,11 @@ def _merge_latents_kernel(
     parts = tl.load(partial_output + slot[:, None] * RANK + channel[None, :], mask=known[:, None] & there[None, :],
                     other=0.0)  # fmt: skip
     result = tl.sum(parts * weights[:, None], 0) / tl.maximum(total, 1.0e-30)
-    if HAS_CONSTANT:
+    if MERGE.has_constant:
         result += tl.load(constant + channel, mask=there, other=0.0)
     target = output + row // HEADS * token_stride + row % HEADS * head_stride + channel
     tl.store(target, result.to(output.dtype.element_ty), mask=there)
-    if HAS_LSE:
+    if MERGE.has_lse:
         natural = (maximum + tl.log2(tl.maximum(total, 1.0e-30))) * (1 / _LOG2_E)
         tl.store(lse + row, tl.where(total > 0, natural, float("-inf")), mask=tl.program_id(1) == 0)
 
@@ -247,16 +262,14 @@ class MergeLatentsLaunch(Launch):
     ) -> None:
         assert output.stride(2) == 1, output.stride()
         _, heads, rank = output.shape
-        of_constant = output if constant is None else constant
+        of_constant, channels = output if constant is None else constant, min(MERGED_CHANNELS, power_of_2(rank))
+        merge = MergeLatentsConstants(heads, rank, channels, splits, constant is not None, has_lse)
         super().__init__(
             _merge_latents_kernel,
             Arguments(of_constant, *output.stride()[:2]),
-            dict(
-                HEADS=heads, RANK=rank, CHANNELS=min(MERGED_CHANNELS, power_of_2(rank)), SPLITS=splits,
-                HAS_CONSTANT=constant is not None, HAS_LSE=has_lse,
-            ),
+            dict(MERGE=merge),
             num_warps=4 if splits > 16 else 2,
-        )  # fmt: skip
+        )
 
     @staticmethod
     def step(partial_output: torch.Tensor, partial_stats: torch.Tensor, lse: torch.Tensor | None = None) -> StepLaunch:
