@@ -9,6 +9,7 @@ tokens of the ring to it. A token has its latent and its RoPE channels in one ve
 from __future__ import annotations
 
 import functools
+from typing import NamedTuple
 
 import torch
 import triton
@@ -16,7 +17,7 @@ import triton.language as tl
 
 from ...codecs.latent import LatentCodec
 from ...codecs.ring import Ring
-from ...layout import ring_layout
+from ...layout import RingLayout, ring_layout
 from ..checks import check_int32, check_ring
 from ..units import LOG2_E
 from .latent_decode import LatentShape, row_tiles
@@ -231,22 +232,37 @@ def _chunk(rank: int) -> int:
     return min(4, rank // 32 & -(rank // 32))
 
 
+class GatherConstants(NamedTuple):
+    """Constants that `_gather_latent_ring_kernel` is compiled for: tokens of the recent `window`, of a tile and of a
+    ring's `block`; `channels` of a row; whether latents are written `as_values`; and the `ring`'s layout."""
+
+    window: int
+    tokens: int
+    block: int
+    channels: int
+    as_values: bool
+    ring: RingLayout
+
+
 @triton.jit(
     do_not_specialize=["table_stride"],
     do_not_specialize_on_alignment=["rows", "table", "first", "starts", "first_rows", "context_lens"],
 )
 def _gather_latent_ring_kernel(
     rows, table, first, starts, first_rows, context_lens, table_stride, ring, block_stride, inverse_gain,
-    WINDOW: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr, RANK: tl.constexpr, ROPE_DIM: tl.constexpr,
-    AS_VALUES: tl.constexpr, RING: tl.constexpr,
+    GATHER: tl.constexpr,
 ):  # fmt: skip
     """Grid: (requests, groups of 32 channels). int32 `table` [requests, ring blocks], `first`, `starts` and
-    `context_lens` [requests], `first_rows` [requests + 1]; `rows` [tokens, RANK + ROPE_DIM] of any float dtype; `ring`
-    uint8 [blocks, 1, BLOCK, ring_slot_bytes]; `inverse_gain` fp32 [RANK], read with AS_VALUES."""
+    `context_lens` [requests], `first_rows` [requests + 1]; `rows` [tokens, channels] of any float dtype; `ring` uint8
+    [blocks, 1, block, ring_slot_bytes]; `inverse_gain` fp32 [rank], read where `as_values`. GATHER:
+    `GatherConstants`."""
+    TOKENS: tl.constexpr = GATHER.tokens
+    BLOCK: tl.constexpr = GATHER.block
+    RING: tl.constexpr = GATHER.ring
     request, group = tl.program_id(0), tl.program_id(1)
     start, row, end_row = tl.load(starts + request), tl.load(first_rows + request), tl.load(first_rows + request + 1)
     end = start + end_row - row
-    low = tl.maximum(tl.load(first + request), tl.load(context_lens + request) - WINDOW + 1)
+    low = tl.maximum(tl.load(first + request), tl.load(context_lens + request) - GATHER.window + 1)
     own_table = table + request.to(tl.int64) * table_stride
     channel = group * 32 + _channel_of(tl.arange(0, 32))
     for base in range(tl.maximum(low, start), end, TOKENS):
@@ -254,9 +270,9 @@ def _gather_latent_ring_kernel(
         there = token < end
         slots = ring_slots(ring, own_table, tl.minimum(token, end - 1), block_stride, BLOCK, RING.slot_bytes)
         x = _load_groups(slots + RING.codes[KEY], slots + RING.scales[KEY] + group, there, group * 32, 1)
-        if AS_VALUES:
+        if GATHER.as_values:
             x = x.to(tl.float32) * tl.load(inverse_gain + channel)[None, :]
-        target = rows + (row + token - start).to(tl.int64)[:, None] * (RANK + ROPE_DIM) + channel[None, :]
+        target = rows + (row + token - start).to(tl.int64)[:, None] * GATHER.channels + channel[None, :]
         tl.store(target, x.to(rows.dtype.element_ty), mask=there[:, None])
 
 
@@ -267,15 +283,12 @@ class GatherLatentRingLaunch(Launch):
     def __init__(self, codec: LatentCodec, ring: Ring, inverse_gain: torch.Tensor, *, as_values: bool) -> None:
         cache = ring.cache
         check_ring(cache, 1, codec.ring_slot_bytes, 8)
-        super().__init__(
-            _gather_latent_ring_kernel,
-            Arguments(cache, cache.stride(0), inverse_gain),
-            dict(
-                WINDOW=ring.window, TOKENS=TILE_TOKENS, BLOCK=cache.shape[2], RANK=codec.rank, ROPE_DIM=codec.rope_dim,
-                AS_VALUES=as_values, RING=ring_layout(codec.rank + codec.rope_dim, 1),
-            ),
-            num_warps=1,
-        )  # fmt: skip
+        channels = codec.rank + codec.rope_dim
+        constants = GatherConstants(
+            ring.window, TILE_TOKENS, cache.shape[2], channels, as_values, ring_layout(channels, 1)
+        )
+        fixed = Arguments(cache, cache.stride(0), inverse_gain)
+        super().__init__(_gather_latent_ring_kernel, fixed, dict(GATHER=constants), num_warps=1)
 
     @staticmethod
     def step(
