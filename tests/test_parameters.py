@@ -33,7 +33,6 @@ EXCEPTIONS = {
         "overlay/packed_kv/kernels/triton/latent_ring.py _attend_latent_ring_kernel",
         "overlay/packed_kv/kernels/triton/merge.py _merge_kernel",
         "overlay/packed_kv/kernels/triton/ring.py attend_ring",
-        "overlay/packed_kv/kernels/triton/sparse_picks.py _merge_picks_kernel",
     ),
     "columns of a table that is printed or written to a file": (
         "overlay/packed_kv/planning/plan.py Row",

@@ -9,7 +9,15 @@ from compiling import EXACT_FMAS, Case, Resources, check_look_ups, compile_kerne
 from packed_kv.formats import FORMATS, Format
 from packed_kv.gpu_generations import generation_of
 from packed_kv.kernels.kernel_layout import kernel_layout, latent_row_layout, rope_layout
-from packed_kv.kernels.triton import latent_decode, latent_gather, latent_ring, latent_rows, records, store_section
+from packed_kv.kernels.triton import (
+    latent_decode,
+    latent_gather,
+    latent_ring,
+    latent_rows,
+    records,
+    sparse_picks,
+    store_section,
+)
 from packed_kv.kernels.triton.latent_store import parts_of
 from packed_kv.kernels.triton.quantize import Transform
 from packed_kv.layout import latent_layout, ring_layout, row_layout
@@ -161,15 +169,15 @@ def test_picks_are_split_merged_and_rescaled_in_registers(arch: int) -> None:
         options=dict(num_warps=8),
         unaligned=("picks", "first_own", "stored_offset", "own_offset"),
     )
+    picked = sparse_picks.Picked("*fp32", "*i32")
     merge = Case(
         kernel="packed_kv.kernels.triton.sparse_picks:_merge_picks_kernel",
         arch=arch,
         types=dict(
-            output="*bf16", stored="*bf16", own="*bf16", lse="*fp32", stored_lse="*fp32", stored_picks="*i32",
-            own_lse="*fp32", own_picks="*i32", lse_stride="i32", picks="i32", inverse_gain="*fp32", constant="*fp32",
-            token_stride="i32",
+            output="*bf16", stored="*bf16", own="*bf16", lse="*fp32", of_stored=picked, of_own=picked,
+            lse_stride="i32", picks="i32", inverse_gain="*fp32", constant="*fp32", token_stride="i32",
         ),
-        constants=dict(HEADS=16, RANK=RANK, HAS_STORED=True, HAS_CONSTANT=True, HAS_LSE=True),
+        constants=dict(MERGE=sparse_picks.MergePicksConstants(16, RANK, True, True, True)),
         options=dict(num_warps=2),
         unaligned=("lse", "lse_stride", "picks"),
     )  # fmt: skip
