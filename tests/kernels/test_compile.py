@@ -294,8 +294,8 @@ def merge_case(
     tile: tuple[int, int], arch: int, sinks: bool = False, lse: bool = False, head_dim: int = 128, bias_columns: int = 0
 ) -> Case:
     """The merge for 128 channels of V, in vectors of `head_dim`. `bias_columns`: with means of V."""
+    dims = merge.MergeDims(head_dim, 128, 128, head_dim & -head_dim)
     matrix, of_lse = (("*fp16", "*fp32", "i32"), ("*fp32", "*fp32")) if bias_columns else ("*fp16", "*fp32")
-    splits, rows = tile
     return Case(
         kernel="packed_kv.kernels.triton.merge:_merge_kernel",
         arch=arch,
@@ -304,11 +304,8 @@ def merge_case(
             token_stride="i32", head_stride="i32", matrix_head_stride="i32", splits="i32",
             sinks="*bf16", lse=of_lse,
         ),
-        constants=dict(
-            KV_HEADS=8, QUERY_GROUP=4, HEAD_DIM=head_dim, PADDED_DIM=128, OUTPUT_DIM=128, CHANNELS=head_dim & -head_dim,
-            ROWS=rows, SPLITS=splits, HAS_SINKS=sinks, HAS_LSE=lse, BIAS_COLUMNS=bias_columns,
-        ),
-        options=dict(num_warps=8 if rows >= 8 or head_dim > 128 else 4),
+        constants=dict(MERGE=merge.MergeConstants(8, 4, dims, tile, sinks, lse, bias_columns)),
+        options=dict(num_warps=8 if tile[1] >= 8 or head_dim > 128 else 4),
         unaligned=("rows", "splits"),
     )  # fmt: skip
 
