@@ -197,19 +197,19 @@ def test_picks_are_split_merged_and_rescaled_in_registers(arch: int) -> None:
 
 @pytest.mark.parametrize("arch", [80, 90, 120])
 def test_attention_over_rings_compiles(arch: int) -> None:
-    numbers = ("table_stride", "block_stride", "latent_token_stride", "latent_head_stride", "rope_token_stride",
-               "rope_head_stride", "output_token_stride", "output_head_stride")  # fmt: skip
+    strides = records.Strides("i32", "i32")
     case = Case(
         kernel="packed_kv.kernels.triton.latent_ring:_attend_latent_ring_kernel",
         arch=arch,
         types=dict(
             q_latent="*bf16", q_rope="*bf16", output="*bf16", table="*i32", query_start="*i32", seq_lens="*i32",
-            page_lens="*i32", part="*fp32", lse="*fp32", ring="*u8", inverse_gain="*fp32", constant="*fp32",
-            scale="fp32", **dict.fromkeys(numbers, "i32"),
+            page_lens="*i32", part="*fp32", lse="*fp32", table_stride="i32",
+            layer=latent_ring.LatentRingLayer("*u8", "i32", strides, strides, strides, "*fp32", "*fp32", "fp32"),
         ),
         constants=dict(
-            HEADS=16, ROWS=16, TOKENS=latent_ring.TILE_TOKENS, BLOCK=8, CHUNK=4, RANK=RANK, ROPE_DIM=ROPE_DIM,
-            HAS_CONSTANT=True, RING=ring_layout(RANK + ROPE_DIM, 1),
+            ATTEND=latent_ring.AttendRingConstants(
+                16, 16, latent_ring.TILE_TOKENS, 8, RANK, ROPE_DIM, True, ring_layout(RANK + ROPE_DIM, 1)
+            )
         ),
         options=dict(num_warps=latent_ring.WARPS, num_stages=1),
         unaligned=("q_latent", "q_rope", "table", "query_start", "seq_lens", "page_lens", "table_stride"),

@@ -27,3 +27,16 @@ def blocks(cache: torch.Tensor) -> Blocks:
 def stride_of_heads(x: torch.Tensor) -> int:
     """The stride of dimension 1, the heads; 0 of one head: Triton 3.6 has no strides of 1 in a record."""
     return x.stride(1) if x.shape[1] > 1 else 0
+
+
+class Strides(NamedTuple):
+    """Strides of vectors [tokens, heads, channels] over the first two, int32."""
+
+    token: Any
+    head: Any
+
+
+def strides(x: torch.Tensor) -> Strides:
+    """Strides of vectors [tokens, heads, channels], whose last one is 1."""
+    assert x.ndim == 3 and x.stride(2) == 1, (x.shape, x.stride())
+    return Strides(x.stride(0), stride_of_heads(x))
