@@ -29,7 +29,6 @@ EXCEPTIONS = {
     ),
     "Triton kernels whose arguments are no records yet": (
         "overlay/packed_kv/kernels/triton/decode.py _decode_kernel",
-        "overlay/packed_kv/kernels/triton/latent_decode.py _decode_latents_kernel",
         "overlay/packed_kv/kernels/triton/ring.py attend_ring",
     ),
     "columns of a table that is printed or written to a file": (

@@ -34,18 +34,19 @@ def sizes(fmt: Format, rope_bits: int = 16) -> dict:
 
 
 def decode_case(fmt: Format, arch: int, rope_bits: int, rows: int = 16) -> Case:
-    numbers = ("table_stride", "splits", "block_stride", "latent_token_stride", "latent_head_stride",
-               "rope_token_stride", "rope_head_stride")  # fmt: skip
+    strides, page = records.Strides("i32", "i32"), latent_layout(fmt, RANK, ROPE_DIM, rope_bits)
     return Case(
         kernel="packed_kv.kernels.triton.latent_decode:_decode_latents_kernel",
         arch=arch,
         types=dict(
             q_latent="*bf16", q_rope="*bf16", block_table="*i32", query_start="*i32", seq_lens="*i32",
-            partial_output="*fp32", partial_stats="*fp32", cache="*u8", scale="fp32", **dict.fromkeys(numbers, "i32"),
+            partial_output="*fp32", partial_stats="*fp32", table_stride="i32", splits="i32",
+            layer=latent_decode.LatentLayer("*u8", "i32", strides, strides, "fp32"),
         ),
         constants=dict(
-            HEADS=16, ROWS=rows, MICRO_BLOCKS=latent_decode.MICRO_BLOCKS, MICRO_BLOCKS_A_BLOCK=1, CHUNK=4,
-            **sizes(fmt, rope_bits),
+            DECODE=latent_decode.DecodeLatentsConstants(
+                16, rows, latent_decode.MICRO_BLOCKS, 1, 4, rope_layout(page), kernel_layout(page)
+            )
         ),
         options=dict(num_warps=latent_decode.MICRO_BLOCKS, num_stages=1),
         unaligned=("q_latent", "q_rope", "block_table", "query_start", "seq_lens", "table_stride", "splits"),
