@@ -27,10 +27,6 @@ EXCEPTIONS = {
         "overlay/packed_kv/kernels/cuda/launch.py PairVariant",
         "overlay/packed_kv/kernels/kernel_layout.py PackedVector",
     ),
-    "Triton kernels whose arguments are no records yet": (
-        "overlay/packed_kv/kernels/triton/decode.py _decode_kernel",
-        "overlay/packed_kv/kernels/triton/ring.py attend_ring",
-    ),
     "columns of a table that is printed or written to a file": (
         "overlay/packed_kv/planning/plan.py Row",
         "quality/packed_kv_quality/generation.py Continuation",

@@ -171,17 +171,17 @@ def decode_case(
         kernel="packed_kv.kernels.triton.decode:_decode_kernel",
         arch=arch,
         types=dict(
-            query="*fp16", cache="*u8", block_table="*i32", query_start="*i32", seq_lens="*i32",
-            partial_output="*fp32", partial_stats="*fp32", ring="*u8", ring_table="*i32", ring_first="*i32",
-            table_stride="i32", block_stride="i32", head_stride="i32", ring_table_stride="i32",
-            ring_block_stride="i32", ring_head_stride="i32", soft_cap="fp32", query_bias="*fp32",
+            query="*fp16", query_bias="*fp32", block_table="*i32", query_start="*i32", seq_lens="*i32",
+            partials=records.Partials("*fp32", "*fp32"), ring_table="*i32", ring_first="*i32", table_stride="i32",
+            ring_table_stride="i32", layer=decode.DecodeLayer("*u8", "*u8", "i32", "i32", "i32", "i32", "fp32"),
         ),
         constants=dict(
-            KV_HEADS=8, QUERY_GROUP=columns // 2, SLIDING_WINDOW=0, HAS_SOFT_CAP=False, MICRO_BLOCKS_A_BLOCK=1,
-            MEAN_BLOCKS=mean_blocks, BIAS_COLUMNS=1 + mean_blocks + keeps_first,
-            TILES_A_BLOCK=8 if mean_blocks > 1 else 0,
-            LAYOUT=kernel_layout(page), RING_BLOCK=ring_block, RECENT=64 if ring_block else 0,
-            COLUMNS=columns,
+            DECODE=decode.DecodeConstants(
+                means.ColumnConstants(
+                    8, columns // 2, columns, mean_blocks, 8 if mean_blocks > 1 else 0, 1 + mean_blocks + keeps_first
+                ),
+                0, False, 1, ring_block, 64 if ring_block else 0, kernel_layout(page),
+            )
         ),
         options=dict(
             num_warps=1, num_stages=1, enable_fp_fusion=True,
@@ -189,7 +189,6 @@ def decode_case(
         ),
         unaligned=(
             "block_table", "query_start", "seq_lens", "ring_table", "ring_first", "table_stride", "ring_table_stride",
-            "soft_cap",
         ),
     )  # fmt: skip
 

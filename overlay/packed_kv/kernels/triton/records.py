@@ -40,3 +40,11 @@ def strides(x: torch.Tensor) -> Strides:
     """Strides of vectors [tokens, heads, channels], whose last one is 1."""
     assert x.ndim == 3 and x.stride(2) == 1, (x.shape, x.stride())
     return Strides(x.stride(0), stride_of_heads(x))
+
+
+class Partials(NamedTuple):
+    """Results of splits, contiguous: `output` fp32 [tokens, query heads, splits, stored_dim], sums of values times
+    weights; `stats` fp32 [tokens, query heads, splits, 2], maximum of the scores and sum of the weights."""
+
+    output: Any
+    stats: Any

@@ -159,36 +159,39 @@ def _byte(word, index: tl.constexpr):
 
 @triton.jit
 def attend_ring(
-    queries, outputs, maximum, total, ring_head, table, block_stride, first, end, seq_len, limit, soft_cap,
-    query_bias, first_row, count,
-    BLOCK: tl.constexpr, WINDOW: tl.constexpr, HAS_SOFT_CAP: tl.constexpr, KV_HEADS: tl.constexpr,
-    QUERY_GROUP: tl.constexpr, MEAN_BLOCKS: tl.constexpr, BIAS_COLUMNS: tl.constexpr, TILES_A_BLOCK: tl.constexpr,
-    LAYOUT: tl.constexpr,
+    queries, sums, ring, tokens, limit, soft_cap, biases,
+    BLOCK: tl.constexpr, WINDOW: tl.constexpr, HAS_SOFT_CAP: tl.constexpr, COLUMNS: tl.constexpr, LAYOUT: tl.constexpr,
 ):  # fmt: skip
-    """Attention of some columns over tokens first .. end - 1 of the ring: new outputs, maximum and total.
+    """Attention of some columns over tokens of the ring: new outputs, maximum and total.
 
     As with pages, a lane loads what it feeds to the tensor core: of tokens 16 m + 8 n3 + g (K) or 16 m + 8 n3 + 2 t +
     n0 (V). Past the end it loads the last token again.
 
     Args:
         queries: a tuple of fp16 [32 channels, columns] for each group.
-        outputs: likewise fp32 [32 channels, columns], sums of codes times scales; times `RING_UNIT` they are the
-            values.
-        maximum, total: fp32 [columns] and [8, columns]; see `online_softmax_update`.
-        ring_head: pointer to uint8 [blocks, .., BLOCK, ring_slot_bytes] of the head, with `block_stride`.
-        table: pointer to int32 [ring blocks], of the request.
-        first, end, seq_len: int32.
+        sums: (outputs, maximum, total): a tuple of fp32 [32 channels, columns], sums of codes times scales, which times
+            `RING_UNIT` are the values; fp32 [columns] and [8, columns], see `online_softmax_update`.
+        ring: (pointer to uint8 [blocks, .., BLOCK, ring_slot_bytes] of the head, its stride over blocks, pointer to
+            int32 [ring blocks], the request's table).
+        tokens: (first, end, seq_len), int32: first .. end - 1 of the seq_len tokens of the request.
         limit: int32 [columns], of a column the last token that it sees and one; it sees WINDOW tokens here.
         soft_cap: fp32, times log2 e; read where HAS_SOFT_CAP.
-        query_bias, first_row, count: see `bias_of_block`.
+        biases: (query_bias, first_row, count), see `bias_of_block`.
+        COLUMNS: `ColumnConstants`.
     """
     GROUPS: tl.constexpr = len(LAYOUT.key_vector.groups)
-    COLUMNS: tl.constexpr = limit.shape[0]
+    TILE_COLUMNS: tl.constexpr = COLUMNS.tile
+    MEAN_BLOCKS: tl.constexpr = COLUMNS.mean_blocks
+    TILES_A_BLOCK: tl.constexpr = COLUMNS.tiles_a_block
     SLOT: tl.constexpr = LAYOUT.ring.slot_bytes
     KEYS: tl.constexpr = LAYOUT.ring.codes[KEY]
     VALUES: tl.constexpr = LAYOUT.ring.codes[VALUE]
     SCALES: tl.constexpr = LAYOUT.ring.scales[KEY]
     A_TOKEN: tl.constexpr = (2 * GROUPS + 3) // 4 - GROUPS // 4  # words with scales of V
+    outputs, maximum, total = sums
+    ring_head, block_stride, table = ring
+    first, end, seq_len = tokens
+    query_bias, first_row, count = biases
     lane = tl.arange(0, 32)[:, None]
     row, column = lane // 4, lane % 4
     for base in range(first, end, 32):
@@ -205,7 +208,7 @@ def attend_ring(
                     ring_slots(ring_head, table, tl.minimum(token + 16, seq_len - 1), block_stride, BLOCK, SLOT),
                 ),
             )
-        scores = tl.zeros([32, COLUMNS], tl.float32)
+        scores = tl.zeros([32, TILE_COLUMNS], tl.float32)
         low_scales, high_scales = (), ()
         for i in tl.static_range((GROUPS + 3) // 4):
             low_scales += _load(low_slots, SCALES + 4 * i, 1)
@@ -215,28 +218,24 @@ def attend_ring(
             pairs = key_pairs(words[0]) + key_pairs(words[1]) + key_pairs(words[2]) + key_pairs(words[3])
             low = scale_byte(low_scales[g // 4], g % 4).to(tl.float32) * RING_UNIT
             high = scale_byte(high_scales[g // 4], g % 4).to(tl.float32) * RING_UNIT
-            scores += tl.dot(opaque(as_key(from_pairs(pairs))), queries[g]) * over_scores(low, high, COLUMNS)
+            scores += tl.dot(opaque(as_key(from_pairs(pairs))), queries[g]) * over_scores(low, high, TILE_COLUMNS)
         token = base + tl.arange(0, 32)
         if MEAN_BLOCKS > 0:
             block = block_of(base // 32, TILES_A_BLOCK)
-            bias = bias_of_block(query_bias, block, first_row, count, KV_HEADS, QUERY_GROUP, MEAN_BLOCKS, BIAS_COLUMNS,
-                                 COLUMNS)  # fmt: skip
-            scores += bias[None, :]
+            scores += bias_of_block(query_bias, block, first_row, count, COLUMNS)[None, :]
             if TILES_A_BLOCK > 0:  # a tile begins anywhere, and may end in the next block
                 next_block = (block + 1) * (32 * TILES_A_BLOCK)
                 if base + 31 >= next_block:
-                    further = bias_increase(query_bias, block + 1, first_row, count, KV_HEADS, QUERY_GROUP, MEAN_BLOCKS,
-                                        BIAS_COLUMNS, COLUMNS)  # fmt: skip
+                    further = bias_increase(query_bias, block + 1, first_row, count, COLUMNS)
                     scores += tl.where((token >= next_block)[:, None], further[None, :], 0.0)
             if base == 0:
-                scores = add_first_bias(scores, token, query_bias, first_row, count, 1.0, KV_HEADS, QUERY_GROUP,
-                                        BIAS_COLUMNS)  # fmt: skip
+                scores = add_first_bias(scores, token, query_bias, first_row, count, 1.0, COLUMNS)
         if HAS_SOFT_CAP:
             scores = soft_cap * (1 - 2 / (tl.exp2(scores * (2 * _LOG2_E / soft_cap)) + 1))
         visible = (token[:, None] < limit[None, :]) & (token[:, None] >= limit[None, :] - WINDOW)
         scores = tl.where(visible, scores, float("-inf"))
-        if BIAS_COLUMNS > 1 + MEAN_BLOCKS and base == 0:
-            store_first_score(scores, token, query_bias, first_row, count, KV_HEADS, QUERY_GROUP, BIAS_COLUMNS)
+        if COLUMNS.biases > 1 + MEAN_BLOCKS and base == 0:
+            store_first_score(scores, token, query_bias, first_row, count, COLUMNS)
 
         scale_words = ()
         for n in tl.static_range(4):
