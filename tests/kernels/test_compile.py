@@ -14,7 +14,18 @@ from packed_kv.gpu_generations import generation_of
 from packed_kv.kernels import power_of_2
 from packed_kv.kernels.cuda.schedule import Scheduler
 from packed_kv.kernels.kernel_layout import kernel_layout
-from packed_kv.kernels.triton import decode, gather, means, merge, mixed_plan, ring, store, store_section
+from packed_kv.kernels.triton import (
+    combine,
+    decode,
+    gather,
+    means,
+    merge,
+    mixed_plan,
+    records,
+    ring,
+    store,
+    store_section,
+)
 from packed_kv.kernels.triton.quantize import Transform
 from packed_kv.layout import MEAN_BLOCK, PageLayout, page_layout, ring_layout
 
@@ -40,7 +51,7 @@ def store_case(
     key_bits: tuple[int, ...] | None = None, keeps_first: bool = False,
 ) -> Case:  # fmt: skip
     blocks, vectors = (
-        store_section.Blocks("*u8", "i32", "i32"),
+        records.Blocks("*u8", "i32", "i32"),
         store_section.Vectors("i32", "i32", "*i64", "i32", "*fp32", "i32"),
     )
     layer = store_section.StoreLayer(blocks, vectors, vectors, "*fp32", "*fp32", blocks)
@@ -160,17 +171,17 @@ def decode_case(
         kernel="packed_kv.kernels.triton.decode:_decode_kernel",
         arch=arch,
         types=dict(
-            query="*fp16", cache="*u8", block_table="*i32", query_start="*i32", seq_lens="*i32",
-            partial_output="*fp32", partial_stats="*fp32", ring="*u8", ring_table="*i32", ring_first="*i32",
-            table_stride="i32", block_stride="i32", head_stride="i32", ring_table_stride="i32",
-            ring_block_stride="i32", ring_head_stride="i32", soft_cap="fp32", query_bias="*fp32",
+            query="*fp16", query_bias="*fp32", block_table="*i32", query_start="*i32", seq_lens="*i32",
+            partials=records.Partials("*fp32", "*fp32"), ring_table="*i32", ring_first="*i32", table_stride="i32",
+            ring_table_stride="i32", layer=decode.DecodeLayer("*u8", "*u8", "i32", "i32", "i32", "i32", "fp32"),
         ),
         constants=dict(
-            KV_HEADS=8, QUERY_GROUP=columns // 2, SLIDING_WINDOW=0, HAS_SOFT_CAP=False, MICRO_BLOCKS_A_BLOCK=1,
-            MEAN_BLOCKS=mean_blocks, BIAS_COLUMNS=1 + mean_blocks + keeps_first,
-            TILES_A_BLOCK=8 if mean_blocks > 1 else 0,
-            LAYOUT=kernel_layout(page), RING_BLOCK=ring_block, RECENT=64 if ring_block else 0,
-            COLUMNS=columns,
+            DECODE=decode.DecodeConstants(
+                means.ColumnConstants(
+                    8, columns // 2, columns, mean_blocks, 8 if mean_blocks > 1 else 0, 1 + mean_blocks + keeps_first
+                ),
+                0, False, 1, ring_block, 64 if ring_block else 0, kernel_layout(page),
+            )
         ),
         options=dict(
             num_warps=1, num_stages=1, enable_fp_fusion=True,
@@ -178,7 +189,6 @@ def decode_case(
         ),
         unaligned=(
             "block_table", "query_start", "seq_lens", "ring_table", "ring_first", "table_stride", "ring_table_stride",
-            "soft_cap",
         ),
     )  # fmt: skip
 
@@ -283,8 +293,8 @@ def merge_case(
     tile: tuple[int, int], arch: int, sinks: bool = False, lse: bool = False, head_dim: int = 128, bias_columns: int = 0
 ) -> Case:
     """The merge for 128 channels of V, in vectors of `head_dim`. `bias_columns`: with means of V."""
+    dims = merge.MergeDims(head_dim, 128, 128, head_dim & -head_dim)
     matrix, of_lse = (("*fp16", "*fp32", "i32"), ("*fp32", "*fp32")) if bias_columns else ("*fp16", "*fp32")
-    splits, rows = tile
     return Case(
         kernel="packed_kv.kernels.triton.merge:_merge_kernel",
         arch=arch,
@@ -293,11 +303,8 @@ def merge_case(
             token_stride="i32", head_stride="i32", matrix_head_stride="i32", splits="i32",
             sinks="*bf16", lse=of_lse,
         ),
-        constants=dict(
-            KV_HEADS=8, QUERY_GROUP=4, HEAD_DIM=head_dim, PADDED_DIM=128, OUTPUT_DIM=128, CHANNELS=head_dim & -head_dim,
-            ROWS=rows, SPLITS=splits, HAS_SINKS=sinks, HAS_LSE=lse, BIAS_COLUMNS=bias_columns,
-        ),
-        options=dict(num_warps=8 if rows >= 8 or head_dim > 128 else 4),
+        constants=dict(MERGE=merge.MergeConstants(8, 4, dims, tile, sinks, lse, bias_columns)),
+        options=dict(num_warps=8 if tile[1] >= 8 or head_dim > 128 else 4),
         unaligned=("rows", "splits"),
     )  # fmt: skip
 
@@ -328,8 +335,9 @@ def unrotate_case(head_dim: int) -> Case:
             spectrum="*fp32", matrix_head_stride="i32", means_head_stride="i32",
         ),
         constants=dict(
-            KV_HEADS=8, HEAD_DIM=head_dim, PADDED_DIM=power_of_2(head_dim), ROWS=gather.ROWS_A_PROGRAM,
-            MEAN_BLOCKS=MEAN_BLOCKS, MEAN_BLOCK_TOKENS=MEAN_BLOCK,
+            UNROTATE=gather.UnrotateConstants(
+                8, head_dim, power_of_2(head_dim), gather.ROWS_A_PROGRAM, MEAN_BLOCKS, MEAN_BLOCK
+            )
         ),
         options=dict(num_warps=4),
         unaligned=("rows", "positions"),
@@ -344,7 +352,7 @@ def sinks_case() -> Case:
             output="*bf16", lse="*fp32", lse_stride="i32", sinks="*bf16", output_token_stride="i32",
             output_head_stride="i32",
         ),
-        constants=dict(HEADS=64, PADDED_HEADS=64, HEAD_DIM=64, PADDED_DIM=64),
+        constants=dict(OUTPUT=combine.OutputConstants(64, 64, 64, 64)),
         options=dict(num_warps=4),
         unaligned=("lse", "lse_stride"),
     )  # fmt: skip
@@ -355,7 +363,7 @@ def share_case() -> Case:
         kernel="packed_kv.kernels.triton.combine:_share_kernel",
         arch=90,
         types=dict(output="*bf16", lse="*fp32", rank_lse="*fp32"),
-        constants=dict(RANK=1, RANKS=2, HEADS=64, PADDED_HEADS=64, HEAD_DIM=128, PADDED_DIM=128),
+        constants=dict(RANK=1, RANKS=2, OUTPUT=combine.OutputConstants(64, 64, 128, 128)),
         options=dict(num_warps=4),
     )  # fmt: skip
 
@@ -366,7 +374,7 @@ def plan_ring_case() -> Case:
         kernel="packed_kv.kernels.triton.ring:_plan_kernel",
         arch=90,
         types={**dict.fromkeys(pointers, "*i32"), **dict.fromkeys(("requests", "tokens", "table_stride"), "i32")},
-        constants=dict(WINDOW=64, BLOCK=8, RING_BLOCKS=10, LONGEST=1, ENTRIES=16, TOKENS=ring.TOKENS_A_PROGRAM),
+        constants=dict(PLAN=ring.PlanConstants(64, 8, 10, 1, 16)),
         options=dict(num_warps=4),
         unaligned=("requests", "tokens", "table_stride"),
     )
@@ -392,8 +400,8 @@ def gather_ring_case() -> Case:
         kernel="packed_kv.kernels.triton.ring:_gather_ring_kernel",
         arch=90,
         types=dict(
-            table="*i32", first="*i32", spans="*i32", key="*fp16", value="*fp16", table_stride="i32", ring="*u8",
-            block_stride="i32", head_stride="i32",
+            table="*i32", first="*i32", spans="*i32", key="*fp16", value="*fp16", table_stride="i32",
+            ring=records.Blocks("*u8", "i32", "i32"),
         ),
         constants=dict(KV_HEADS=8, GROUPS=4, BLOCK=8, RING=ring_layout(128)),
         options=dict(num_warps=4),
@@ -424,7 +432,7 @@ def combine_case() -> Case:
             output="*bf16", lse="*fp32", part_lse="*fp32", part="*bf16", has_part="*i32",
             **dict.fromkeys(strides, "i32"), output_token_stride="i32", output_head_stride="i32",
         ),
-        constants=dict(ARE_ALL=False, PART_DIM=128, HEADS=32, PADDED_HEADS=32, HEAD_DIM=128, PADDED_DIM=128),
+        constants=dict(OUTPUT=combine.OutputConstants(32, 32, 128, 128), PART=combine.PartConstants(128, False)),
         options=dict(num_warps=4),
         unaligned=("lse", "part_lse", "has_part", *strides),
     )  # fmt: skip

@@ -9,7 +9,15 @@ from compiling import EXACT_FMAS, Case, Resources, check_look_ups, compile_kerne
 from packed_kv.formats import FORMATS, Format
 from packed_kv.gpu_generations import generation_of
 from packed_kv.kernels.kernel_layout import kernel_layout, latent_row_layout, rope_layout
-from packed_kv.kernels.triton import latent_decode, latent_gather, latent_ring, latent_rows, store_section
+from packed_kv.kernels.triton import (
+    latent_decode,
+    latent_gather,
+    latent_ring,
+    latent_rows,
+    records,
+    sparse_picks,
+    store_section,
+)
 from packed_kv.kernels.triton.latent_store import parts_of
 from packed_kv.kernels.triton.quantize import Transform
 from packed_kv.layout import latent_layout, ring_layout, row_layout
@@ -26,18 +34,19 @@ def sizes(fmt: Format, rope_bits: int = 16) -> dict:
 
 
 def decode_case(fmt: Format, arch: int, rope_bits: int, rows: int = 16) -> Case:
-    numbers = ("table_stride", "splits", "block_stride", "latent_token_stride", "latent_head_stride",
-               "rope_token_stride", "rope_head_stride")  # fmt: skip
+    strides, page = records.Strides("i32", "i32"), latent_layout(fmt, RANK, ROPE_DIM, rope_bits)
     return Case(
         kernel="packed_kv.kernels.triton.latent_decode:_decode_latents_kernel",
         arch=arch,
         types=dict(
             q_latent="*bf16", q_rope="*bf16", block_table="*i32", query_start="*i32", seq_lens="*i32",
-            partial_output="*fp32", partial_stats="*fp32", cache="*u8", scale="fp32", **dict.fromkeys(numbers, "i32"),
+            partial_output="*fp32", partial_stats="*fp32", table_stride="i32", splits="i32",
+            layer=latent_decode.LatentLayer("*u8", "i32", strides, strides, "fp32"),
         ),
         constants=dict(
-            HEADS=16, ROWS=rows, MICRO_BLOCKS=latent_decode.MICRO_BLOCKS, MICRO_BLOCKS_A_BLOCK=1, CHUNK=4,
-            **sizes(fmt, rope_bits),
+            DECODE=latent_decode.DecodeLatentsConstants(
+                16, rows, latent_decode.MICRO_BLOCKS, 1, 4, rope_layout(page), kernel_layout(page)
+            )
         ),
         options=dict(num_warps=latent_decode.MICRO_BLOCKS, num_stages=1),
         unaligned=("q_latent", "q_rope", "block_table", "query_start", "seq_lens", "table_stride", "splits"),
@@ -73,7 +82,7 @@ def test_programs_of_many_rows_fit(arch: int) -> None:
 def store_case(fmt: Format, arch: int, rope_bits: int) -> Case:
     layout = kernel_layout(latent_layout(fmt, RANK, ROPE_DIM, rope_bits))
     vectors = store_section.Vectors("i32", "i32", "*i64", "i32", "*fp32", "i32")
-    blocks = store_section.Blocks("*u8", "i32", "i32")
+    blocks = records.Blocks("*u8", "i32", "i32")
     constants = store_section.StoreConstants(
         1, (16, 4), Transform(fmt.rotation, True, True, False, 1, 0), (RANK, RANK), layout,
         store_section.rows_of(layout), None, parts_of(layout),
@@ -137,7 +146,7 @@ def test_rows_stay_in_registers(name: str, arch: int, rope_bits: int) -> None:
             rows="*bf16", positions="*i32", block_table="*i32", requests="*i32", cache="*u8",
             **dict.fromkeys(numbers, "i32"),
         ),
-        constants=dict(A_REQUEST=2048, BLOCK_SIZE=64, EIGHTS=latent_rows.EIGHTS, ROW=row),
+        constants=dict(A_REQUEST=2048, BLOCK_SIZE=64, ROW=row),
         options=dict(num_warps=latent_rows.EIGHTS, num_stages=1),
         unaligned=("positions", "count", "block_table", "requests", "table_stride", "columns"),
     )  # fmt: skip
@@ -161,15 +170,15 @@ def test_picks_are_split_merged_and_rescaled_in_registers(arch: int) -> None:
         options=dict(num_warps=8),
         unaligned=("picks", "first_own", "stored_offset", "own_offset"),
     )
+    picked = sparse_picks.Picked("*fp32", "*i32")
     merge = Case(
         kernel="packed_kv.kernels.triton.sparse_picks:_merge_picks_kernel",
         arch=arch,
         types=dict(
-            output="*bf16", stored="*bf16", own="*bf16", lse="*fp32", stored_lse="*fp32", stored_picks="*i32",
-            own_lse="*fp32", own_picks="*i32", lse_stride="i32", picks="i32", inverse_gain="*fp32", constant="*fp32",
-            token_stride="i32",
+            output="*bf16", stored="*bf16", own="*bf16", lse="*fp32", of_stored=picked, of_own=picked,
+            lse_stride="i32", picks="i32", inverse_gain="*fp32", constant="*fp32", token_stride="i32",
         ),
-        constants=dict(HEADS=16, RANK=RANK, HAS_STORED=True, HAS_CONSTANT=True, HAS_LSE=True),
+        constants=dict(MERGE=sparse_picks.MergePicksConstants(16, RANK, True, True, True)),
         options=dict(num_warps=2),
         unaligned=("lse", "lse_stride", "picks"),
     )  # fmt: skip
@@ -189,19 +198,19 @@ def test_picks_are_split_merged_and_rescaled_in_registers(arch: int) -> None:
 
 @pytest.mark.parametrize("arch", [80, 90, 120])
 def test_attention_over_rings_compiles(arch: int) -> None:
-    numbers = ("table_stride", "block_stride", "latent_token_stride", "latent_head_stride", "rope_token_stride",
-               "rope_head_stride", "output_token_stride", "output_head_stride")  # fmt: skip
+    strides = records.Strides("i32", "i32")
     case = Case(
         kernel="packed_kv.kernels.triton.latent_ring:_attend_latent_ring_kernel",
         arch=arch,
         types=dict(
             q_latent="*bf16", q_rope="*bf16", output="*bf16", table="*i32", query_start="*i32", seq_lens="*i32",
-            page_lens="*i32", part="*fp32", lse="*fp32", ring="*u8", inverse_gain="*fp32", constant="*fp32",
-            scale="fp32", **dict.fromkeys(numbers, "i32"),
+            page_lens="*i32", part="*fp32", lse="*fp32", table_stride="i32",
+            layer=latent_ring.LatentRingLayer("*u8", "i32", strides, strides, strides, "*fp32", "*fp32", "fp32"),
         ),
         constants=dict(
-            HEADS=16, ROWS=16, TOKENS=latent_ring.TILE_TOKENS, BLOCK=8, CHUNK=4, RANK=RANK, ROPE_DIM=ROPE_DIM,
-            HAS_CONSTANT=True, RING=ring_layout(RANK + ROPE_DIM, 1),
+            ATTEND=latent_ring.AttendRingConstants(
+                16, 16, latent_ring.TILE_TOKENS, 8, RANK, ROPE_DIM, True, ring_layout(RANK + ROPE_DIM, 1)
+            )
         ),
         options=dict(num_warps=latent_ring.WARPS, num_stages=1),
         unaligned=("q_latent", "q_rope", "table", "query_start", "seq_lens", "page_lens", "table_stride"),

@@ -15,6 +15,8 @@ order ("longest processing time first", Graham 1969). Blocks of different sizes 
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -35,6 +37,22 @@ BUCKETS = 16
 """Sizes that sorting tells apart; fewer for more than 2048 requests, because shared memory is small."""
 SLOT_SHIFT, PART_SHIFT = 16, 24
 """Positions of a work item's slot and part in their words; `WorkItem` of decode.cu reads them."""
+_TILE_TOKENS, _CUT_TILES = tl.constexpr(TILE_TOKENS), tl.constexpr(CUT_TILES)
+_MIN_PART, _MAX_PARTS = tl.constexpr(MIN_PART), tl.constexpr(MAX_PARTS)
+
+
+class ScheduleConstants(NamedTuple):
+    """Constants that the kernel is compiled for: the most `requests`, a power of 2; whether they are cut as stream-K
+    does; the fewest tiles of a part; `buckets` that sorting tells apart; `thirds` of a resident block's load that a
+    part of stream-K has; and the positions of an item's slot and part."""
+
+    requests: int
+    stream_k: bool
+    min_tiles: int
+    buckets: int
+    thirds: int
+    slot_shift: int = SLOT_SHIFT
+    part_shift: int = PART_SHIFT
 
 
 def item_count(requests: int, resident_blocks: int) -> int:
@@ -46,29 +64,32 @@ def item_count(requests: int, resident_blocks: int) -> int:
     do_not_specialize=["requests", "item_count", "resident_blocks", "passes", "stride"],
     do_not_specialize_on_alignment=["items", "seq_lens"],
 )
-def _schedule_kernel(
-    items, seq_lens, requests, item_count, resident_blocks, passes, stride,
-    REQUESTS: tl.constexpr, STREAM_K: tl.constexpr, MIN_TILES: tl.constexpr, TILE_TOKENS: tl.constexpr,
-    CUT_TILES: tl.constexpr, MIN_PART: tl.constexpr, MAX_PARTS: tl.constexpr, BUCKETS: tl.constexpr,
-    THIRDS: tl.constexpr,
-    SLOT_SHIFT: tl.constexpr, PART_SHIFT: tl.constexpr,
-):  # fmt: skip
-    """One program. The parts of a request are a head, middles of equal size, and a tail."""
+def _schedule_kernel(items, seq_lens, requests, item_count, resident_blocks, passes, stride, SCHEDULE: tl.constexpr):
+    """One program. The parts of a request are a head, middles of equal size, and a tail.
+
+    Args:
+        items: int32 [item_count, 4], filled; seq_lens: int32 [requests / passes], with `stride` (int32).
+        requests, item_count, resident_blocks, passes: int32; a pass over a request's keys is a request here.
+        SCHEDULE: `ScheduleConstants`.
+    """
+    REQUESTS: tl.constexpr = SCHEDULE.requests
+    MIN_TILES: tl.constexpr = SCHEDULE.min_tiles
+    BUCKETS: tl.constexpr = SCHEDULE.buckets
     request, bucket = tl.arange(0, REQUESTS), tl.arange(0, BUCKETS)[None, :]
     exists = request < requests
     tokens = tl.load(seq_lens + request // passes * stride, mask=exists, other=0)
-    tiles = (tokens + TILE_TOKENS - 1) // TILE_TOKENS
+    tiles = (tokens + _TILE_TOKENS - 1) // _TILE_TOKENS
     total = tl.maximum(tl.sum(tiles), 1)
     # A request from `start` to `end` is cut at `low` to `high` times `step`.
-    if STREAM_K:
+    if SCHEDULE.stream_k:
         end = tl.cumsum(tiles, 0)
         start = end - tiles
         filled = tl.sum((tiles > 0).to(tl.int32))
-        thirds, units = tl.where(3 * filled <= resident_blocks, 3, THIRDS), 3 * resident_blocks * CUT_TILES
-        part_size = tl.maximum((thirds * total + units - 1) // units * CUT_TILES, MIN_TILES)
-        min_tiles = tl.maximum(part_size // MIN_PART, MIN_TILES)
-        most = (MAX_PARTS - 1) * CUT_TILES
-        step = tl.maximum((tiles + most - 1) // most * CUT_TILES, part_size)
+        thirds, units = tl.where(3 * filled <= resident_blocks, 3, SCHEDULE.thirds), 3 * resident_blocks * _CUT_TILES
+        part_size = tl.maximum((thirds * total + units - 1) // units * _CUT_TILES, MIN_TILES)
+        min_tiles = tl.maximum(part_size // _MIN_PART, MIN_TILES)
+        most = (_MAX_PARTS - 1) * _CUT_TILES
+        step = tl.maximum((tiles + most - 1) // most * _CUT_TILES, part_size)
         low = start // step + 1
         low += (low * step - start < min_tiles).to(tl.int32)
         high = tl.where(end >= min_tiles, (end - min_tiles) // step, 0)
@@ -78,9 +99,9 @@ def _schedule_kernel(
     else:
         start, end = tiles * 0, tiles
         count = ((tiles.to(tl.int64) * resident_blocks + total - 1) // total).to(tl.int32)
-        count = tl.minimum(tl.minimum(count, tiles // MIN_TILES), MAX_PARTS)
-        units = tl.maximum(count, 1) * CUT_TILES
-        step = tl.maximum((tiles + units - 1) // units, 1) * CUT_TILES
+        count = tl.minimum(tl.minimum(count, tiles // MIN_TILES), _MAX_PARTS)
+        units = tl.maximum(count, 1) * _CUT_TILES
+        step = tl.maximum((tiles + units - 1) // units, 1) * _CUT_TILES
         low, high = tiles * 0 + 1, tl.maximum(tiles - 1, 0) // step
     parts = tl.where(exists, tl.maximum(high - low + 1, 0) + 1, 0)
     heads, middles, tails = tl.minimum(parts, 1), tl.maximum(parts - 2, 0), tl.minimum(tl.maximum(parts - 1, 0), 1)
@@ -106,13 +127,13 @@ def _schedule_kernel(
         position = tl.where(part == parts - 1, tail_position, middle_position + part - 1)
         position = tl.where(part == 0, head_position, position)
         begin, next_begin = (low + part - 1) * step - start, (low + part) * step - start
-        begin = tl.where(part == 0, 0, begin // CUT_TILES)
-        next_begin = tl.where(part == parts - 1, 0, next_begin // CUT_TILES)
+        begin = tl.where(part == 0, 0, begin // _CUT_TILES)
+        next_begin = tl.where(part == parts - 1, 0, next_begin // _CUT_TILES)
         item, mask = items + 4 * position, part < parts
-        tl.store(item, request | first_slot << SLOT_SHIFT, mask=mask)
+        tl.store(item, request | first_slot << SCHEDULE.slot_shift, mask=mask)
         tl.store(item + 1, tokens, mask=mask)
-        tl.store(item + 2, begin | part << PART_SHIFT, mask=mask)
-        tl.store(item + 3, next_begin | parts << PART_SHIFT, mask=mask)
+        tl.store(item + 2, begin | part << SCHEDULE.part_shift, mask=mask)
+        tl.store(item + 3, next_begin | parts << SCHEDULE.part_shift, mask=mask)
     for unused in range(tl.sum(parts), item_count, REQUESTS):
         tl.store(items + 4 * (unused + request), request * 0 - 1, mask=unused + request < item_count)
 
@@ -137,13 +158,9 @@ class Scheduler:
         assert count <= 1 << (31 - SLOT_SHIFT), count  # what the words of an item have room for
         self.items = torch.full((count, 4), -1, dtype=torch.int32, device=device)
         size = max(32, power_of_2(requests))
-        self.constants = dict(
-            REQUESTS=size, STREAM_K=stream_k, MIN_TILES=MIN_WARP_TILES * warps, TILE_TOKENS=TILE_TOKENS,
-            CUT_TILES=CUT_TILES, MIN_PART=MIN_PART, MAX_PARTS=MAX_PARTS,
-            BUCKETS=max(1, min(BUCKETS, 2048 * BUCKETS // size)), SLOT_SHIFT=SLOT_SHIFT, PART_SHIFT=PART_SHIFT,
-            THIRDS=thirds,
-        )  # fmt: skip
-        self.num_warps = min(16, max(4, size // 32))
+        buckets = max(1, min(BUCKETS, 2048 * BUCKETS // size))
+        schedule = ScheduleConstants(size, stream_k, MIN_WARP_TILES * warps, buckets, thirds)
+        self.constants, self.num_warps = dict(SCHEDULE=schedule), min(16, max(4, size // 32))
         self.launch = Launch(_schedule_kernel, Arguments(), self.constants, num_warps=self.num_warps)
 
     def __call__(self, seq_lens: torch.Tensor, passes: int = 1) -> torch.Tensor:

@@ -6,6 +6,8 @@ shares of the keys, each weighs its result before all are added (`WeighByLseLaun
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -17,21 +19,38 @@ SHARE_ELEMENTS = 8192
 """Elements of an output that a program weighs: 64 per thread."""
 
 
+class OutputConstants(NamedTuple):
+    """Query heads of an output and their channels, and both padded to powers of 2; `padded_heads` may be a share."""
+
+    heads: int
+    padded_heads: int
+    head_dim: int
+    padded_dim: int
+
+
+class PartConstants(NamedTuple):
+    """Channels of a head of the part, and whether all rows have one."""
+
+    dim: int
+    are_all: bool
+
+
 @triton.jit(
     do_not_specialize=["lse_stride", "part_lse_head_stride", "part_lse_token_stride"],
     do_not_specialize_on_alignment=["lse", "part_lse", "has_part"],
 )
 def _combine_kernel(
     output, lse, part_lse, part, has_part, lse_stride, part_lse_head_stride, part_lse_token_stride,
-    output_token_stride, output_head_stride,
-    ARE_ALL: tl.constexpr, PART_DIM: tl.constexpr, HEADS: tl.constexpr, PADDED_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr,
+    output_token_stride, output_head_stride, OUTPUT: tl.constexpr, PART: tl.constexpr,
 ):  # fmt: skip
-    """Grid: tokens. `output` [tokens, HEADS, HEAD_DIM] and `part` [tokens, HEADS, PART_DIM], fp16, bf16 or fp32; `lse`
-    and `part_lse` fp32 [HEADS, tokens]; `has_part` int32 [tokens], unless ARE_ALL: 0 where a row stays as it is,
-    negative where it becomes 0."""
+    """Grid: tokens. `output` [tokens, heads, head_dim] and `part` [tokens, heads, PART.dim], fp16, bf16 or fp32; `lse`
+    and `part_lse` fp32 [heads, tokens]; `has_part` int32 [tokens], unless PART.are_all: 0 where a row stays as it is,
+    negative where it becomes 0. OUTPUT: `OutputConstants`; PART: `PartConstants`."""
+    HEADS: tl.constexpr = OUTPUT.heads
+    PART_DIM: tl.constexpr = PART.dim
+    ARE_ALL: tl.constexpr = PART.are_all
     token = tl.program_id(0).to(tl.int64)
-    head, channel = tl.arange(0, PADDED_HEADS), tl.arange(0, PADDED_DIM)
+    head, channel = tl.arange(0, OUTPUT.padded_heads), tl.arange(0, OUTPUT.padded_dim)
     there = head < HEADS
     if not ARE_ALL:
         kind = tl.load(has_part + token)
@@ -42,7 +61,7 @@ def _combine_kernel(
     top = tl.maximum(a, b)
     weight_a, weight_b = tl.exp(a - top), tl.exp(b - top)
     total = weight_a + weight_b
-    known = there[:, None] & (channel < HEAD_DIM)[None, :]
+    known = there[:, None] & (channel < OUTPUT.head_dim)[None, :]
     target = output + token * output_token_stride + head[:, None] * output_head_stride + channel[None, :]
     x = tl.load(target, mask=known, other=0.0).to(tl.float32)
     y = tl.load(part + (token * HEADS + head[:, None]) * PART_DIM + channel[None, :],
@@ -54,11 +73,11 @@ def _combine_kernel(
     tl.store(lse + head * lse_stride + token, top + tl.log(total), mask=there)
 
 
-def _shape(output: torch.Tensor) -> dict[str, int]:
+def _constants(output: torch.Tensor) -> OutputConstants:
     """The kernels' constants for outputs [tokens, query heads, head_dim]."""
     _, heads, head_dim = output.shape
     assert output.stride(2) == 1, output.stride()
-    return dict(HEADS=heads, PADDED_HEADS=power_of_2(heads), HEAD_DIM=head_dim, PADDED_DIM=power_of_2(head_dim))
+    return OutputConstants(heads, power_of_2(heads), head_dim, power_of_2(head_dim))
 
 
 class CombineLaunch(Launch):
@@ -66,7 +85,8 @@ class CombineLaunch(Launch):
     parts [tokens, query heads, part_dim]. `are_all`: whether all rows have a part."""
 
     def __init__(self, output: torch.Tensor, part_dim: int, *, are_all: bool = True) -> None:
-        constants = dict(ARE_ALL=are_all, PART_DIM=part_dim, **_shape(output))
+        self.are_all = are_all
+        constants = dict(OUTPUT=_constants(output), PART=PartConstants(part_dim, are_all))
         super().__init__(_combine_kernel, Arguments(*output.stride()[:2]), constants, num_warps=4)
 
     def combine(
@@ -85,24 +105,23 @@ class CombineLaunch(Launch):
                 where it is padding: then `output` becomes 0. None: all rows have a part; as the constructor was told.
         """
         assert lse.stride(1) == 1 and part.is_contiguous(), (lse.stride(), part.stride())
-        assert self.constants["ARE_ALL"] == (has_part is None)
+        assert self.are_all == (has_part is None)
         arguments = Arguments(part, lse if has_part is None else has_part, lse.stride(0), *part_lse.stride())
         self((len(part), 1, 1), (output, lse, part_lse), arguments)
 
 
 @triton.jit(do_not_specialize=["lse_stride"], do_not_specialize_on_alignment=["lse"])
 def _sinks_kernel(
-    output, lse, lse_stride, sinks, output_token_stride, output_head_stride,
-    HEADS: tl.constexpr, PADDED_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr,
+    output, lse, lse_stride, sinks, output_token_stride, output_head_stride, OUTPUT: tl.constexpr
 ):  # fmt: skip
-    """Grid: tokens. `output` fp16 or bf16 [tokens, HEADS, HEAD_DIM]; `lse` fp32 [HEADS, tokens]; `sinks` fp16, bf16 or
-    fp32 [HEADS]."""
+    """Grid: tokens. `output` fp16 or bf16 [tokens, heads, head_dim]; `lse` fp32 [heads, tokens]; `sinks` fp16, bf16 or
+    fp32 [heads]. OUTPUT: `OutputConstants`."""
     token = tl.program_id(0).to(tl.int64)
-    head, channel = tl.arange(0, PADDED_HEADS), tl.arange(0, PADDED_DIM)
-    there = head < HEADS
+    head, channel = tl.arange(0, OUTPUT.padded_heads), tl.arange(0, OUTPUT.padded_dim)
+    there = head < OUTPUT.heads
     sink = tl.load(sinks + head, mask=there, other=0.0).to(tl.float32)
     weight = 1 / (1 + tl.exp(sink - tl.load(lse + head * lse_stride + token, mask=there, other=0.0)))
-    known = there[:, None] & (channel < HEAD_DIM)[None, :]
+    known = there[:, None] & (channel < OUTPUT.head_dim)[None, :]
     target = output + token * output_token_stride + head[:, None] * output_head_stride + channel[None, :]
     result = tl.load(target, mask=known, other=0.0).to(tl.float32) * weight[:, None]
     tl.store(target, result.to(output.dtype.element_ty), mask=known)
@@ -114,7 +133,9 @@ class SinksLaunch(Launch):
 
     def __init__(self, output: torch.Tensor, sinks: torch.Tensor) -> None:
         assert sinks.is_contiguous(), sinks.stride()
-        super().__init__(_sinks_kernel, Arguments(sinks, *output.stride()[:2]), _shape(output), num_warps=4)
+        super().__init__(
+            _sinks_kernel, Arguments(sinks, *output.stride()[:2]), dict(OUTPUT=_constants(output)), num_warps=4
+        )
 
     def apply(self, output: torch.Tensor, lse: torch.Tensor) -> None:
         """Change `output` in place; lse: fp32 [query heads, tokens], unit stride over tokens, of the scores."""
@@ -123,16 +144,15 @@ class SinksLaunch(Launch):
 
 
 @triton.jit
-def _share_kernel(
-    output, lse, rank_lse,
-    RANK: tl.constexpr, RANKS: tl.constexpr, HEADS: tl.constexpr, PADDED_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
-    PADDED_DIM: tl.constexpr,
-):  # fmt: skip
-    """Grid: (tokens, blocks of PADDED_HEADS heads). `output` fp16, bf16 or fp32 [tokens, HEADS, HEAD_DIM]; `lse` fp32
-    [tokens, HEADS]; `rank_lse` fp32 [RANKS, tokens, HEADS]."""
+def _share_kernel(output, lse, rank_lse, RANK: tl.constexpr, RANKS: tl.constexpr, OUTPUT: tl.constexpr):
+    """Grid: (tokens, blocks of `padded_heads` heads). `output` fp16, bf16 or fp32 [tokens, heads, head_dim]; `lse` fp32
+    [tokens, heads]; `rank_lse` fp32 [RANKS, tokens, heads]. OUTPUT: `OutputConstants`."""
+    HEADS: tl.constexpr = OUTPUT.heads
+    PADDED_HEADS: tl.constexpr = OUTPUT.padded_heads
+    HEAD_DIM: tl.constexpr = OUTPUT.head_dim
     token, tokens = tl.program_id(0).to(tl.int64), tl.num_programs(0).to(tl.int64)
     head = tl.program_id(1) * PADDED_HEADS + tl.arange(0, PADDED_HEADS)
-    channel = tl.arange(0, PADDED_DIM)
+    channel = tl.arange(0, OUTPUT.padded_dim)
     there, nothing = head < HEADS, float("-inf")
     top = tl.full([PADDED_HEADS], nothing, tl.float32)
     for rank in tl.static_range(RANKS):
@@ -156,12 +176,12 @@ class WeighByLseLaunch(Launch):
     all keys; for outputs of the dtype and heads of `output`."""
 
     def __init__(self, output: torch.Tensor, ranks: int, rank: int) -> None:
-        shape = _shape(output)
-        heads = max(1, SHARE_ELEMENTS // shape["PADDED_DIM"])  # whose channels a program keeps in registers
-        shape["PADDED_HEADS"] = min(shape["PADDED_HEADS"], heads)
-        self.blocks = -(-shape["HEADS"] // heads)
+        whole = _constants(output)
+        heads = max(1, SHARE_ELEMENTS // whole.padded_dim)  # whose channels a program keeps in registers
+        constants = dict(RANK=rank, RANKS=ranks, OUTPUT=whole._replace(padded_heads=min(whole.padded_heads, heads)))
+        self.blocks = -(-whole.heads // heads)
         """Programs of a token."""
-        super().__init__(_share_kernel, Arguments(), dict(RANK=rank, RANKS=ranks, **shape), num_warps=4)
+        super().__init__(_share_kernel, Arguments(), constants, num_warps=4)
 
     def weigh(self, output: torch.Tensor, rank_lse: torch.Tensor) -> torch.Tensor:
         """Change `output` in place, contiguous; it is not looked at where a row saw no key.

@@ -9,6 +9,7 @@ results of the splits are combined, and V's rotation undone, by `merge.py`. The 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -18,12 +19,13 @@ from ...codecs.ring import Ring
 from ...gpu_generations import Generation
 from ...layout import PageLayout, ring_slot_bytes
 from ..checks import check_pages, check_ring
-from ..kernel_layout import kernel_layout
+from ..kernel_layout import KernelLayout, kernel_layout
 from ..units import LOG2_E
 from .fragments import hide_from_optimizer
 from .launch import Arguments, Launch, StepLaunch
 from .means import (
     NO_BIAS,
+    ColumnConstants,
     QueryBias,
     add_first_bias,
     bias_increase,
@@ -33,6 +35,7 @@ from .means import (
     store_first_score,
 )
 from .pages import decode_key, decode_value, load_key, load_value
+from .records import Partials, stride_of_heads
 from .ring import RING_UNIT, attend_ring
 from .scales import key_scales, online_softmax_update, scale_weights, transpose_weights
 
@@ -55,53 +58,95 @@ WIDE_HEAD_DIM = 128
 _MASKED = tl.constexpr(-1.0e30)
 
 
+class DecodeLayer(NamedTuple):
+    """A layer's arguments of `_decode_kernel`: tensors at the launch, pointers in the kernel.
+
+    Attributes:
+        cache: uint8 [blocks, kv_heads, block_size, slot_bytes]; `block_stride` and `head_stride` in int32 words.
+        ring: uint8 [blocks, kv_heads, ring_block, ring_slot_bytes], with `ring_block_stride` and `ring_head_stride`;
+            where `ring_block` is 0 there is none.
+        soft_cap: fp32, times log2 e; read where `has_soft_cap`.
+    """
+
+    cache: Any
+    ring: Any
+    block_stride: Any
+    head_stride: Any
+    ring_block_stride: Any
+    ring_head_stride: Any
+    soft_cap: Any
+
+
+class DecodeConstants(NamedTuple):
+    """Constants that `_decode_kernel` is compiled for.
+
+    Attributes:
+        columns: of a tile.
+        sliding_window: tokens that a query sees; 0: all.
+        has_soft_cap: of the scores.
+        micro_blocks_a_block: block_size / 16.
+        ring_block: tokens of a ring's block; 0: there is no ring.
+        recent: tokens of the ring that a query sees.
+        layout: of a page.
+    """
+
+    columns: ColumnConstants
+    sliding_window: int
+    has_soft_cap: bool
+    micro_blocks_a_block: int
+    ring_block: int
+    recent: int
+    layout: KernelLayout
+
+
 @triton.jit(
     do_not_specialize=["table_stride", "ring_table_stride"],
     do_not_specialize_on_alignment=["block_table", "query_start", "seq_lens", "ring_table", "ring_first"],
 )
 def _decode_kernel(
-    query, query_bias, block_table, query_start, seq_lens, partial_output, partial_stats, ring_table, ring_first,
-    table_stride, ring_table_stride, cache, ring, block_stride, head_stride, ring_block_stride, ring_head_stride,
-    soft_cap,
-    KV_HEADS: tl.constexpr, QUERY_GROUP: tl.constexpr, SLIDING_WINDOW: tl.constexpr,
-    HAS_SOFT_CAP: tl.constexpr, MEAN_BLOCKS: tl.constexpr, BIAS_COLUMNS: tl.constexpr, TILES_A_BLOCK: tl.constexpr,
-    MICRO_BLOCKS_A_BLOCK: tl.constexpr, RING_BLOCK: tl.constexpr, RECENT: tl.constexpr, COLUMNS: tl.constexpr,
-    LAYOUT: tl.constexpr,
+    query, query_bias, block_table, query_start, seq_lens, partials, ring_table, ring_first, table_stride,
+    ring_table_stride, layer, DECODE: tl.constexpr,
 ):  # fmt: skip
-    """Partial attention of COLUMNS columns over a split of a request's keys.
+    """Partial attention of a tile of columns over a split of a request's keys.
 
-    Grid: (splits, KV heads times tiles of COLUMNS columns, requests).
+    Grid: (splits, KV heads times tiles of columns, requests).
 
     Args:
-        query: fp16 [tokens, KV_HEADS, QUERY_GROUP, head_dim], contiguous, rotated and in powers of 2.
-        query_bias: fp32 [tokens, KV_HEADS * QUERY_GROUP, BIAS_COLUMNS], contiguous, what scores lack: at position 0,
-            beyond block 0's, then in each block of TILES_A_BLOCK tiles (0: all are in the one block). Not read where
-            MEAN_BLOCKS is 0: scores lack nothing. A column behind these gets the score of token 0.
+        query: fp16 [tokens, kv_heads, group, head_dim], contiguous, rotated and in powers of 2.
+        query_bias: fp32 [tokens, kv_heads * group, biases], contiguous, what scores lack: at position 0, beyond block
+            0's, then in each block of `tiles_a_block` tiles (0: all are in the one block). Not read where `mean_blocks`
+            is 0: scores lack nothing. A column behind these gets the score of token 0.
         block_table: int32 [requests, blocks], with `table_stride`.
         query_start, seq_lens: int32 [requests + 1] and [requests].
-        partial_output, partial_stats: fp32 [tokens, KV_HEADS * QUERY_GROUP, splits, head_dim] and [.., .., splits, 2],
-            contiguous; filled with sums, and with maximum and total of the weights.
+        partials: `Partials`, filled.
         ring_table, ring_first: int32 [requests, ring blocks], with `ring_table_stride`, and [requests].
-        cache: uint8 [blocks, KV_HEADS, block_size, slot_bytes]; `block_stride` and `head_stride` in int32 words.
-        ring: uint8 [blocks, KV_HEADS, RING_BLOCK, ring_slot_bytes], with `ring_block_stride` and `ring_head_stride`;
-            where RING_BLOCK is 0 there is none. A query sees RECENT tokens of it.
-        soft_cap: fp32, times log2 e; read where HAS_SOFT_CAP.
-        COLUMNS: of a tile.
-        SLIDING_WINDOW: tokens that a query sees; 0: all. MICRO_BLOCKS_A_BLOCK: block_size / 16. LAYOUT: `KernelLayout`.
+        layer: `DecodeLayer`. DECODE: `DecodeConstants`.
     """
+    COLUMNS: tl.constexpr = DECODE.columns
+    KV_HEADS: tl.constexpr = COLUMNS.kv_heads
+    QUERY_GROUP: tl.constexpr = COLUMNS.group
+    TILE_COLUMNS: tl.constexpr = COLUMNS.tile
+    MEAN_BLOCKS: tl.constexpr = COLUMNS.mean_blocks
+    TILES_A_BLOCK: tl.constexpr = COLUMNS.tiles_a_block
+    SLIDING_WINDOW: tl.constexpr = DECODE.sliding_window
+    HAS_SOFT_CAP: tl.constexpr = DECODE.has_soft_cap
+    MICRO_BLOCKS_A_BLOCK: tl.constexpr = DECODE.micro_blocks_a_block
+    RING_BLOCK: tl.constexpr = DECODE.ring_block
+    RECENT: tl.constexpr = DECODE.recent
+    LAYOUT: tl.constexpr = DECODE.layout
     HEAD_DIM: tl.constexpr = LAYOUT.head_dim
     GROUPS: tl.constexpr = len(LAYOUT.key_vector.groups)
     SCORE_UNIT: tl.constexpr = LAYOUT.score_unit
     INVERSE_SCORE_UNIT: tl.constexpr = 1 / SCORE_UNIT
-    KEEPS_FIRST: tl.constexpr = BIAS_COLUMNS > 1 + MEAN_BLOCKS
+    KEEPS_FIRST: tl.constexpr = COLUMNS.biases > 1 + MEAN_BLOCKS
     MICRO_BLOCK_WORDS: tl.constexpr = LAYOUT.micro_block_bytes // 4
     splits = tl.num_programs(0)
     split, head, request = tl.program_id(0), tl.program_id(1) % KV_HEADS, tl.program_id(2)
     start = tl.load(query_start + request)
     count = tl.load(query_start + request + 1) - start
     seq_len = tl.load(seq_lens + request)
-    columns, rows = columns_and_rows(tl.program_id(1) // KV_HEADS, KV_HEADS, QUERY_GROUP, COLUMNS)
-    if tl.program_id(1) // KV_HEADS * COLUMNS >= count * QUERY_GROUP:
+    columns, rows = columns_and_rows(tl.program_id(1) // KV_HEADS, COLUMNS)
+    if tl.program_id(1) // KV_HEADS * TILE_COLUMNS >= count * QUERY_GROUP:
         return
 
     first_visible = 0
@@ -120,19 +165,19 @@ def _decode_kernel(
     first_row = (start * KV_HEADS + head) * QUERY_GROUP
     outputs = ()
     for _ in tl.static_range(GROUPS):
-        outputs = outputs + (tl.zeros([32, COLUMNS], tl.float32),)
+        outputs = outputs + (tl.zeros([32, TILE_COLUMNS], tl.float32),)
     # Of the tiles of a block of positions, less what their scores lack: adding that to each score takes registers.
-    maximum = tl.full([COLUMNS], _MASKED, tl.float32)
-    total = tl.zeros([8, COLUMNS], tl.float32)  # of each lane's own tokens, so that no tile needs a sum over lanes
+    maximum = tl.full([TILE_COLUMNS], _MASKED, tl.float32)
+    total = tl.zeros([8, TILE_COLUMNS], tl.float32)  # of each lane's own tokens, so that no tile needs a sum over lanes
 
     lanes = tl.arange(0, 32)[:, None]
     zero = tl.broadcast_to((lanes + seq_len) >> 31, [32, 2])  # which the compiler cannot tell; see `decode_codes`
     last_micro_block = (seq_len - 1) // 16
     table = block_table + request.to(tl.int64) * table_stride
-    cache_head = cache.to(tl.pointer_type(tl.int32)) + head.to(tl.int64) * head_stride
+    cache_head = layer.cache.to(tl.pointer_type(tl.int32)) + head.to(tl.int64) * layer.head_stride
 
     if low < high:
-        base0, base1 = _tile_bases(cache_head, table, low, last_micro_block, block_stride,
+        base0, base1 = _tile_bases(cache_head, table, low, last_micro_block, layer.block_stride,
                                    MICRO_BLOCKS_A_BLOCK, MICRO_BLOCK_WORDS)  # fmt: skip
         key_words, key_scale_words = load_key(base0, base1, lanes, LAYOUT)
         value_words, value_scales = load_value(base0, base1, lanes, LAYOUT)
@@ -140,25 +185,20 @@ def _decode_kernel(
         queries = _in_score_unit(queries, LAYOUT)
         for tile in range(low, high):
             base0, base1 = _tile_bases(cache_head, table, tl.minimum(tile + 1, high - 1), last_micro_block,
-                                       block_stride, MICRO_BLOCKS_A_BLOCK, MICRO_BLOCK_WORDS)  # fmt: skip
-            scores = tl.zeros([32, COLUMNS], tl.float32)
+                                       layer.block_stride, MICRO_BLOCKS_A_BLOCK, MICRO_BLOCK_WORDS)  # fmt: skip
+            scores = tl.zeros([32, TILE_COLUMNS], tl.float32)
             for g in tl.static_range(GROUPS):
                 key = decode_key(key_words, zero, g, LAYOUT)
-                scores += tl.dot(key, queries[g]) * key_scales(key_scale_words, g, GROUPS, COLUMNS)
+                scores += tl.dot(key, queries[g]) * key_scales(key_scale_words, g, GROUPS, TILE_COLUMNS)
             if HAS_SOFT_CAP and MEAN_BLOCKS > 0:
-                bias = bias_of_block(
-                    query_bias, block_of(tile, TILES_A_BLOCK), first_row, count, KV_HEADS, QUERY_GROUP, MEAN_BLOCKS,
-                    BIAS_COLUMNS, COLUMNS,
-                )  # fmt: skip
+                bias = bias_of_block(query_bias, block_of(tile, TILES_A_BLOCK), first_row, count, COLUMNS)
                 scores += bias[None, :] / INVERSE_SCORE_UNIT
                 if tile == 0:
                     scores = add_first_bias(scores, tl.arange(0, 32), query_bias, first_row, count, INVERSE_SCORE_UNIT,
-                                            KV_HEADS, QUERY_GROUP, BIAS_COLUMNS)  # fmt: skip
+                                            COLUMNS)  # fmt: skip
             if TILES_A_BLOCK > 0 and not HAS_SOFT_CAP and tile % TILES_A_BLOCK == 0:
                 own = tile // TILES_A_BLOCK  # no harm before the first tile: what is masked stays so
-                maximum -= bias_increase(
-                    query_bias, own, first_row, count, KV_HEADS, QUERY_GROUP, MEAN_BLOCKS, BIAS_COLUMNS, COLUMNS
-                )
+                maximum -= bias_increase(query_bias, own, first_row, count, COLUMNS)
             # The next tile's K is under way while this one's V is used, its V while its own K is: each word's
             # registers are free again when its successor is asked for.
             key_words, key_scale_words = load_key(base0, base1, lanes, LAYOUT)
@@ -166,7 +206,8 @@ def _decode_kernel(
             # is free.
             unit: tl.constexpr = 1.0 if HAS_SOFT_CAP else INVERSE_SCORE_UNIT
             if HAS_SOFT_CAP:  # in units of log2 e; tanh(x) = 1 - 2 / (exp(2 x) + 1)
-                scores = soft_cap * (1 - 2 / (tl.exp2(scores * (INVERSE_SCORE_UNIT * 2 * _LOG2_E / soft_cap)) + 1))
+                cap = layer.soft_cap
+                scores = cap * (1 - 2 / (tl.exp2(scores * (INVERSE_SCORE_UNIT * 2 * _LOG2_E / cap)) + 1))
 
             # Only the tiles at the ends hold tokens that some query does not see, or bytes that may be anything:
             # there a scale of 0 makes them 0, not NaN. And only tile 0 holds a key with a mean of its own.
@@ -179,8 +220,8 @@ def _decode_kernel(
                 tokens = tile * 32 + tl.arange(0, 32)
                 if MEAN_BLOCKS > 0 and not HAS_SOFT_CAP:
                     scores = add_first_bias(scores, tokens, query_bias, first_row, count, INVERSE_SCORE_UNIT,
-                                            KV_HEADS, QUERY_GROUP, BIAS_COLUMNS)  # fmt: skip
-                column = hide_from_optimizer(tl.program_id(1)) // KV_HEADS * COLUMNS + tl.arange(0, COLUMNS)
+                                            COLUMNS)  # fmt: skip
+                column = hide_from_optimizer(tl.program_id(1)) // KV_HEADS * TILE_COLUMNS + tl.arange(0, TILE_COLUMNS)
                 # A query sees tokens limit - SLIDING_WINDOW .. limit - 1.
                 limit = seq_len - count + column // QUERY_GROUP + 1
                 visible = tokens[:, None] < _page_limit(limit, recent, RING_BLOCK, RECENT)[None, :]
@@ -190,10 +231,8 @@ def _decode_kernel(
                 if KEEPS_FIRST and tile == 0:
                     whole = scores * unit
                     if not HAS_SOFT_CAP:
-                        whole += bias_of_block(
-                            query_bias, 0, first_row, count, KV_HEADS, QUERY_GROUP, MEAN_BLOCKS, BIAS_COLUMNS, COLUMNS
-                        )[None, :]
-                    store_first_score(whole, tokens, query_bias, first_row, count, KV_HEADS, QUERY_GROUP, BIAS_COLUMNS)
+                        whole += bias_of_block(query_bias, 0, first_row, count, COLUMNS)[None, :]
+                    store_first_score(whole, tokens, query_bias, first_row, count, COLUMNS)
                 lane_tokens = tile * 32 + tl.arange(0, 2)[None, :] * 16 + hide_from_optimizer(lanes) % 4 * 2
                 stored = tl.zeros([32, 2], tl.int32)
                 for byte in tl.static_range(4):
@@ -216,12 +255,9 @@ def _decode_kernel(
             outputs = new_outputs
             value_words, value_scales = load_value(base0, base1, lanes, LAYOUT)
         if MEAN_BLOCKS > 0 and not HAS_SOFT_CAP:
-            maximum += bias_of_block(
-                query_bias, block_of(high - 1, TILES_A_BLOCK), first_row, count, KV_HEADS, QUERY_GROUP, MEAN_BLOCKS,
-                BIAS_COLUMNS, COLUMNS,
-            )  # fmt: skip
+            maximum += bias_of_block(query_bias, block_of(high - 1, TILES_A_BLOCK), first_row, count, COLUMNS)
 
-    columns, rows = columns_and_rows(hide_from_optimizer(tl.program_id(1)) // KV_HEADS, KV_HEADS, QUERY_GROUP, COLUMNS)
+    columns, rows = columns_and_rows(hide_from_optimizer(tl.program_id(1)) // KV_HEADS, COLUMNS)
     valid = columns < count * QUERY_GROUP
     output_unit: tl.constexpr = RING_UNIT if RING_BLOCK > 0 else 1.0
     outputs = _in_unit(outputs, output_unit, LAYOUT)
@@ -235,15 +271,17 @@ def _decode_kernel(
         if ring_low < ring_high:
             outputs, maximum, total = attend_ring(
                 _load_queries(query + first_row.to(tl.int64) * HEAD_DIM, rows, valid, GROUPS),
-                outputs, maximum, total,
-                ring + head.to(tl.int64) * ring_head_stride,
-                ring_table + request.to(tl.int64) * ring_table_stride, ring_block_stride,
-                ring_low, ring_high, seq_len, seq_len - count + columns // QUERY_GROUP + 1, soft_cap,
-                query_bias, first_row, count,
-                RING_BLOCK, min_window(RECENT, SLIDING_WINDOW), HAS_SOFT_CAP, KV_HEADS, QUERY_GROUP, MEAN_BLOCKS,
-                BIAS_COLUMNS, TILES_A_BLOCK, LAYOUT,
+                (outputs, maximum, total),
+                (
+                    layer.ring + head.to(tl.int64) * layer.ring_head_stride,
+                    layer.ring_block_stride,
+                    ring_table + request.to(tl.int64) * ring_table_stride,
+                ),
+                (ring_low, ring_high, seq_len),
+                seq_len - count + columns // QUERY_GROUP + 1, layer.soft_cap, (query_bias, first_row, count),
+                RING_BLOCK, min_window(RECENT, SLIDING_WINDOW), HAS_SOFT_CAP, COLUMNS, LAYOUT,
             )  # fmt: skip
-    _store_partial(partial_output, partial_stats, outputs, maximum, total, first_row.to(tl.int64) * splits + split,
+    _store_partial(partials.output, partials.stats, outputs, maximum, total, first_row.to(tl.int64) * splits + split,
                    rows * splits, valid, output_unit, GROUPS)  # fmt: skip
 
 
@@ -403,21 +441,19 @@ class DecodeLaunch(Launch):
         if ring is not None:
             check_ring(ring.cache, shape.kv_heads, ring_slot_bytes(shape.head_dim))
         of_ring = cache if ring is None else ring.cache
-        soft_cap = shape.logits_soft_cap or 0.0
+        soft_cap, bias = shape.logits_soft_cap or 0.0, shape.bias
         registers = shape.register_limit(columns)
+        layer = DecodeLayer(
+            cache, of_ring, cache.stride(0) // 4, stride_of_heads(cache) // 4, of_ring.stride(0),
+            stride_of_heads(of_ring), soft_cap * LOG2_E,
+        )  # fmt: skip
+        decode = DecodeConstants(
+            ColumnConstants(shape.kv_heads, shape.group, columns, bias.blocks, bias.tiles_a_block, bias.columns),
+            shape.sliding_window or 0, bool(soft_cap), cache.shape[2] // 16, ring.cache.shape[2] if ring else 0,
+            ring.window if ring else 0, kernel_layout(page),
+        )  # fmt: skip
         super().__init__(
-            _decode_kernel,
-            Arguments(
-                cache, of_ring, cache.stride(0) // 4, cache.stride(1) // 4, of_ring.stride(0), of_ring.stride(1),
-                soft_cap * LOG2_E,
-            ),
-            dict(
-                KV_HEADS=shape.kv_heads, QUERY_GROUP=shape.group, SLIDING_WINDOW=shape.sliding_window or 0,
-                HAS_SOFT_CAP=bool(soft_cap), MEAN_BLOCKS=shape.bias.blocks, BIAS_COLUMNS=shape.bias.columns,
-                TILES_A_BLOCK=shape.bias.tiles_a_block,
-                MICRO_BLOCKS_A_BLOCK=cache.shape[2] // 16, RING_BLOCK=ring.cache.shape[2] if ring else 0,
-                RECENT=ring.window if ring else 0, COLUMNS=columns, LAYOUT=kernel_layout(page),
-            ),
+            _decode_kernel, Arguments(layer), dict(DECODE=decode),
             num_warps=1, num_stages=1, enable_fp_fusion=True, **({"maxnreg": registers} if registers else {}),
         )  # fmt: skip
 
@@ -440,7 +476,7 @@ class DecodeLaunch(Launch):
         table, first = (block_table, seq_lens) if ring is None else (ring.block_table, ring.first)
         arguments = Arguments(
             query, partial_stats if query_bias is None else query_bias, block_table, query_start, seq_lens,
-            partial_output, partial_stats, table, first, block_table.stride(0), table.stride(0),
+            Partials(partial_output, partial_stats), table, first, block_table.stride(0), table.stride(0),
         )  # fmt: skip
         tiles = shape.kv_heads * shape.tiles(max_query_len)[1]
         return StepLaunch((partial_output.shape[2], tiles, len(seq_lens)), arguments)

@@ -7,6 +7,8 @@ turns the vectors back in place, so that they meet the raw K and V of the chunk'
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -122,24 +124,42 @@ class GatherLaunch(Launch):
         return StepLaunch((-(-count // 2), key.shape[1], 1), Arguments(micro_blocks, rows, count, key, value))
 
 
+class UnrotateConstants(NamedTuple):
+    """Constants that `_unrotate_kernel` is compiled for: KV heads; channels of a head, and of it padded to a power of
+    2; rows of a program; the means' blocks of positions, 0: there are none; and positions of a block."""
+
+    kv_heads: int
+    head_dim: int
+    padded_dim: int
+    rows: int
+    mean_blocks: int
+    mean_block_tokens: int
+
+
 @triton.jit(do_not_specialize=["rows"], do_not_specialize_on_alignment=["positions"])
 def _unrotate_kernel(
     vectors, positions, result, rows, matrix, means, spectrum, matrix_head_stride, means_head_stride,
-    KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr, ROWS: tl.constexpr,
-    MEAN_BLOCKS: tl.constexpr, MEAN_BLOCK_TOKENS: tl.constexpr,
+    UNROTATE: tl.constexpr,
 ):  # fmt: skip
     """Rotate vectors back and add their means. A program overwrites only what it alone has read.
 
-    Grid: (rows / ROWS, KV heads).
+    Grid: (rows / rows of a program, KV heads).
 
     Args:
-        vectors: fp16 [rows, KV_HEADS, HEAD_DIM], contiguous; rows: int32.
-        positions: int32 [rows]; read where MEAN_BLOCKS is not 0.
-        result: fp16 or bf16 [rows, KV_HEADS, HEAD_DIM], the memory of `vectors`.
-        matrix: fp16 [1 or KV_HEADS, HEAD_DIM, HEAD_DIM], with `matrix_head_stride` (int32).
-        means: fp32 [1 or KV_HEADS, 3, HEAD_DIM] of `Means.rows`, with `means_head_stride` (int32).
-        spectrum: fp32 [MEAN_BLOCKS, 2, HEAD_DIM]; not read where MEAN_BLOCK_TOKENS is 0.
+        vectors: fp16 [rows, kv_heads, head_dim], contiguous; rows: int32.
+        positions: int32 [rows]; read where `mean_blocks` is not 0.
+        result: fp16 or bf16 [rows, kv_heads, head_dim], the memory of `vectors`.
+        matrix: fp16 [1 or kv_heads, head_dim, head_dim], with `matrix_head_stride` (int32).
+        means: fp32 [1 or kv_heads, 3, head_dim] of `Means.rows`, with `means_head_stride` (int32).
+        spectrum: fp32 [mean_blocks, 2, head_dim]; not read where `mean_block_tokens` is 0.
+        UNROTATE: `UnrotateConstants`.
     """
+    KV_HEADS: tl.constexpr = UNROTATE.kv_heads
+    HEAD_DIM: tl.constexpr = UNROTATE.head_dim
+    PADDED_DIM: tl.constexpr = UNROTATE.padded_dim
+    ROWS: tl.constexpr = UNROTATE.rows
+    MEAN_BLOCKS: tl.constexpr = UNROTATE.mean_blocks
+    MEAN_BLOCK_TOKENS: tl.constexpr = UNROTATE.mean_block_tokens
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     head = tl.program_id(1).to(tl.int64)
     inner, channel = tl.arange(0, 32), tl.arange(0, PADDED_DIM)
@@ -175,16 +195,10 @@ class UnrotateLaunch(Launch):
     def __init__(self, matrix: torch.Tensor, kv_heads: int, head_dim: int, means: Means | None) -> None:
         rows, spectrum = (matrix, matrix) if means is None else (means.rows, means.spectrum)
         assert rows.is_contiguous() and spectrum.is_contiguous(), (rows.stride(), spectrum.stride())
-        super().__init__(
-            _unrotate_kernel,
-            Arguments(matrix, rows, spectrum, head_stride(matrix), head_stride(rows)),
-            dict(
-                KV_HEADS=kv_heads, HEAD_DIM=head_dim, PADDED_DIM=power_of_2(head_dim), ROWS=ROWS_A_PROGRAM,
-                MEAN_BLOCKS=0 if means is None else means.blocks,
-                MEAN_BLOCK_TOKENS=0 if means is None else means.block_tokens,
-            ),
-            num_warps=4,
-        )  # fmt: skip
+        blocks, block_tokens = (0, 0) if means is None else (means.blocks, means.block_tokens)
+        constants = UnrotateConstants(kv_heads, head_dim, power_of_2(head_dim), ROWS_A_PROGRAM, blocks, block_tokens)
+        fixed = Arguments(matrix, rows, spectrum, head_stride(matrix), head_stride(rows))
+        super().__init__(_unrotate_kernel, fixed, dict(UNROTATE=constants), num_warps=4)
 
     @staticmethod
     def step(vectors: torch.Tensor, dtype: torch.dtype, positions: torch.Tensor | None = None) -> StepLaunch:

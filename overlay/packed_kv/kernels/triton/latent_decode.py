@@ -8,6 +8,7 @@ the reference.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -17,11 +18,12 @@ from ...gpu_generations import Generation
 from ...layout import MICRO_BLOCK, PageLayout
 from .. import power_of_2
 from ..checks import check_int32, check_pages
-from ..kernel_layout import kernel_layout, rope_layout
+from ..kernel_layout import KernelLayout, RopeLayout, kernel_layout, rope_layout
 from ..units import LOG2_E
 from .fragments import hide_from_optimizer
 from .latent_pages import LATENT_UNIT, decode_groups, load_latents, load_rope, load_scales, micro_block_pointers
 from .launch import Arguments, Launch, StepLaunch
+from .records import strides
 
 MICRO_BLOCKS = 4
 """Micro-blocks of a tile: one per warp."""
@@ -52,32 +54,61 @@ def latent_shape(heads: int, longest_decode: int, scale: float) -> LatentShape:
     return LatentShape(heads, max(16, min(MAX_ROWS, power_of_2(heads * longest_decode))), scale)
 
 
+class LatentLayer(NamedTuple):
+    """A layer's arguments of `_decode_latents_kernel`: tensors at the launch, pointers in the kernel.
+
+    Attributes:
+        cache: uint8 [blocks, block_size, slot_bytes]; `block_stride` in int32 words.
+        latent, rope: `Strides` of queries and of their RoPE channels.
+        scale: fp32, of scores, times log2 e.
+    """
+
+    cache: Any
+    block_stride: Any
+    latent: Any
+    rope: Any
+    scale: Any
+
+
+class DecodeLatentsConstants(NamedTuple):
+    """Constants that `_decode_latents_kernel` is compiled for: heads; rows of a program; micro-blocks of a tile and of
+    a block of the cache; groups of a product, `chunk`; and where a page has its RoPE channels and latents."""
+
+    heads: int
+    rows: int
+    micro_blocks: int
+    micro_blocks_a_block: int
+    chunk: int
+    rope: RopeLayout
+    layout: KernelLayout
+
+
 @triton.jit(
     do_not_specialize=["table_stride", "splits"],
     do_not_specialize_on_alignment=["q_latent", "q_rope", "block_table", "query_start", "seq_lens"],
 )
 def _decode_latents_kernel(
-    q_latent, q_rope, block_table, query_start, seq_lens, partial_output, partial_stats, table_stride, splits,
-    cache, block_stride, latent_token_stride, latent_head_stride, rope_token_stride, rope_head_stride, scale,
-    HEADS: tl.constexpr, ROWS: tl.constexpr, MICRO_BLOCKS: tl.constexpr, MICRO_BLOCKS_A_BLOCK: tl.constexpr,
-    CHUNK: tl.constexpr, ROPE: tl.constexpr, LAYOUT: tl.constexpr,
+    q_latent, q_rope, block_table, query_start, seq_lens, partial_output, partial_stats, table_stride, splits, layer,
+    DECODE: tl.constexpr,
 ):  # fmt: skip
-    """Partial attention of ROWS rows over a split of a request's tokens.
+    """Partial attention of some rows over a split of a request's tokens.
 
     Grid: (splits, tiles of rows, requests).
 
     Args:
-        q_latent, q_rope: fp16, bf16 or fp32 [tokens, HEADS, rank] and [tokens, HEADS, RoPE channels], with
-            `latent_token_stride`, `latent_head_stride`, `rope_token_stride` and `rope_head_stride` (int32).
+        q_latent, q_rope: fp16, bf16 or fp32 [tokens, heads, rank] and [tokens, heads, RoPE channels].
         block_table: int32 [requests, blocks], with `table_stride`.
         query_start, seq_lens: int32 [requests + 1] and [requests].
-        partial_output, partial_stats: fp32 [tokens, HEADS, splits, rank] and [tokens, HEADS, splits, 2], contiguous;
+        partial_output, partial_stats: fp32 [tokens, heads, splits, rank] and [tokens, heads, splits, 2], contiguous;
             filled with sums of latents, and with maximum and sum of the weights.
-        cache: uint8 [blocks, block_size, slot_bytes]; `block_stride` in int32 words.
-        scale: fp32, of scores, times log2 e.
-        MICRO_BLOCKS: of a tile. MICRO_BLOCKS_A_BLOCK: block_size / 16. CHUNK: groups of a product. ROPE: `RopeLayout`.
-            LAYOUT: `KernelLayout`.
+        layer: `LatentLayer`. DECODE: `DecodeLatentsConstants`.
     """
+    HEADS: tl.constexpr = DECODE.heads
+    ROWS: tl.constexpr = DECODE.rows
+    MICRO_BLOCKS: tl.constexpr = DECODE.micro_blocks
+    CHUNK: tl.constexpr = DECODE.chunk
+    ROPE: tl.constexpr = DECODE.rope
+    LAYOUT: tl.constexpr = DECODE.layout
     RANK: tl.constexpr = LAYOUT.head_dim
     CHUNKS: tl.constexpr = len(LAYOUT.key_vector.groups) // CHUNK
     CHANNELS: tl.constexpr = 32 * CHUNK
@@ -93,29 +124,29 @@ def _decode_latents_kernel(
     token, head = (start + row // HEADS).to(tl.int64), row % HEADS
 
     channel = tl.arange(0, CHANNELS)
-    source = q_latent + token * latent_token_stride + head * latent_head_stride
+    source = q_latent + token * layer.latent.token + head * layer.latent.head
     queries, outputs = (), ()
     for c in tl.static_range(CHUNKS):
         x = tl.load(source[:, None] + c * CHANNELS + channel[None, :], mask=valid[:, None], other=0.0)
-        queries = queries + ((x.to(tl.float32) * scale).to(tl.float16),)
+        queries = queries + ((x.to(tl.float32) * layer.scale).to(tl.float16),)
         outputs = outputs + (tl.zeros([ROWS, CHANNELS], tl.float32),)
-    source = q_rope + token * rope_token_stride + head * rope_head_stride
+    source = q_rope + token * layer.rope.token + head * layer.rope.head
     rope_queries = ()
     for g in tl.static_range(ROPE.channels // 32):
         x = tl.load(source[:, None] + g * 32 + tl.arange(0, 32)[None, :], mask=valid[:, None], other=0.0)
-        rope_queries = rope_queries + ((x.to(tl.float32) * scale).to(tl.float16),)
+        rope_queries = rope_queries + ((x.to(tl.float32) * layer.scale).to(tl.float16),)
     maximum, total = tl.full([ROWS], _MASKED, tl.float32), tl.zeros([ROWS], tl.float32)
 
     tiles = tl.cdiv(seq_len, TOKENS)
     a_split = tl.cdiv(tiles, splits)
     low, high = split * a_split, tl.minimum(split * a_split + a_split, tiles)
     limit = seq_len - count + row // HEADS + 1  # a row sees the tokens below it
-    pages, table = cache.to(tl.pointer_type(tl.int32)), block_table + request.to(tl.int64) * table_stride
+    pages, table = layer.cache.to(tl.pointer_type(tl.int32)), block_table + request.to(tl.int64) * table_stride
     zero = hide_from_optimizer(tl.zeros([MICRO_BLOCKS, 32], tl.int32))
     for tile in range(low, high):
         pointers = micro_block_pointers(
-            pages, table, tile * MICRO_BLOCKS, (seq_len - 1) // 16, block_stride,
-            MICRO_BLOCKS, MICRO_BLOCKS_A_BLOCK, LAYOUT.micro_block_bytes // 4,
+            pages, table, tile * MICRO_BLOCKS, (seq_len - 1) // 16, layer.block_stride,
+            MICRO_BLOCKS, DECODE.micro_blocks_a_block, LAYOUT.micro_block_bytes // 4,
         )  # fmt: skip
         words, scales = load_latents(pointers, LAYOUT), load_scales(pointers, LAYOUT)
         rope = load_rope(pointers, ROPE)
@@ -168,21 +199,16 @@ class DecodeLatentsLaunch(Launch):
         self, page: PageLayout, shape: LatentShape, cache: torch.Tensor, q_latent: torch.Tensor, q_rope: torch.Tensor
     ) -> None:
         check_pages(cache)
-        assert q_latent.stride(2) == q_rope.stride(2) == 1, (q_latent.stride(), q_rope.stride())
         layout = kernel_layout(page)
         groups = len(layout.key_vector.groups)
-        super().__init__(
-            _decode_latents_kernel,
-            Arguments(
-                cache, cache.stride(0) // 4, *q_latent.stride()[:2], *q_rope.stride()[:2], shape.scale * LOG2_E
-            ),
-            dict(
-                HEADS=shape.heads, ROWS=shape.rows, MICRO_BLOCKS=MICRO_BLOCKS,
-                MICRO_BLOCKS_A_BLOCK=cache.shape[1] // MICRO_BLOCK, CHUNK=min(4, groups & -groups),
-                ROPE=rope_layout(page), LAYOUT=layout,
-            ),
-            num_warps=MICRO_BLOCKS, num_stages=1,
+        layer = LatentLayer(cache, cache.stride(0) // 4, strides(q_latent), strides(q_rope), shape.scale * LOG2_E)
+        decode = DecodeLatentsConstants(
+            shape.heads, shape.rows, MICRO_BLOCKS, cache.shape[1] // MICRO_BLOCK, min(4, groups & -groups),
+            rope_layout(page), layout,
         )  # fmt: skip
+        super().__init__(
+            _decode_latents_kernel, Arguments(layer), dict(DECODE=decode), num_warps=MICRO_BLOCKS, num_stages=1
+        )
 
     @staticmethod
     def step(
@@ -202,23 +228,37 @@ class DecodeLatentsLaunch(Launch):
         return StepLaunch((splits, row_tiles(shape, max_query_len), len(seq_lens)), arguments)
 
 
+class MergeLatentsConstants(NamedTuple):
+    """Constants that `_merge_latents_kernel` is compiled for: heads, their rank, `channels` of a program, the most
+    `splits`, a power of 2, and whether a constant is added and the lse filled."""
+
+    heads: int
+    rank: int
+    channels: int
+    splits: int
+    has_constant: bool
+    has_lse: bool
+
+
 @triton.jit(do_not_specialize=["splits"])
 def _merge_latents_kernel(
-    output, partial_output, partial_stats, lse, splits, constant, token_stride, head_stride,
-    HEADS: tl.constexpr, RANK: tl.constexpr, CHANNELS: tl.constexpr, SPLITS: tl.constexpr, HAS_CONSTANT: tl.constexpr,
-    HAS_LSE: tl.constexpr,
+    output, partial_output, partial_stats, lse, splits, constant, token_stride, head_stride, MERGE: tl.constexpr
 ):  # fmt: skip
     """Combine the splits of a row.
 
-    Grid: (tokens times HEADS, RANK / CHANNELS).
+    Grid: (tokens times heads, rank / channels).
 
     Args:
-        output: fp16, bf16 or fp32 [tokens, HEADS, RANK], with `token_stride` and `head_stride` (int32); filled.
-        partial_output, partial_stats: of the decode kernel; splits: int32, at most SPLITS, a power of 2.
-        lse: fp32 [tokens, HEADS], filled where HAS_LSE: -inf of a row that sees no token.
-        constant: fp32 [RANK], added; read where HAS_CONSTANT.
+        output: fp16, bf16 or fp32 [tokens, heads, rank], with `token_stride` and `head_stride` (int32); filled.
+        partial_output, partial_stats: of the decode kernel; splits: int32, at most `MERGE.splits`.
+        lse: fp32 [tokens, heads], filled where `has_lse`: -inf of a row that sees no token.
+        constant: fp32 [rank], added; read where `has_constant`.
+        MERGE: `MergeLatentsConstants`.
     """
-    row, split = tl.program_id(0).to(tl.int64), tl.arange(0, SPLITS)
+    HEADS: tl.constexpr = MERGE.heads
+    RANK: tl.constexpr = MERGE.rank
+    CHANNELS: tl.constexpr = MERGE.channels
+    row, split = tl.program_id(0).to(tl.int64), tl.arange(0, MERGE.splits)
     channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
     slot, known = row * splits + split, split < splits
     maxima = tl.load(partial_stats + slot * 2, mask=known, other=_MASKED)
@@ -229,11 +269,11 @@ def _merge_latents_kernel(
     parts = tl.load(partial_output + slot[:, None] * RANK + channel[None, :], mask=known[:, None] & there[None, :],
                     other=0.0)  # fmt: skip
     result = tl.sum(parts * weights[:, None], 0) / tl.maximum(total, 1.0e-30)
-    if HAS_CONSTANT:
+    if MERGE.has_constant:
         result += tl.load(constant + channel, mask=there, other=0.0)
     target = output + row // HEADS * token_stride + row % HEADS * head_stride + channel
     tl.store(target, result.to(output.dtype.element_ty), mask=there)
-    if HAS_LSE:
+    if MERGE.has_lse:
         natural = (maximum + tl.log2(tl.maximum(total, 1.0e-30))) * (1 / _LOG2_E)
         tl.store(lse + row, tl.where(total > 0, natural, float("-inf")), mask=tl.program_id(1) == 0)
 
@@ -247,16 +287,14 @@ class MergeLatentsLaunch(Launch):
     ) -> None:
         assert output.stride(2) == 1, output.stride()
         _, heads, rank = output.shape
-        of_constant = output if constant is None else constant
+        of_constant, channels = output if constant is None else constant, min(MERGED_CHANNELS, power_of_2(rank))
+        merge = MergeLatentsConstants(heads, rank, channels, splits, constant is not None, has_lse)
         super().__init__(
             _merge_latents_kernel,
             Arguments(of_constant, *output.stride()[:2]),
-            dict(
-                HEADS=heads, RANK=rank, CHANNELS=min(MERGED_CHANNELS, power_of_2(rank)), SPLITS=splits,
-                HAS_CONSTANT=constant is not None, HAS_LSE=has_lse,
-            ),
+            dict(MERGE=merge),
             num_warps=4 if splits > 16 else 2,
-        )  # fmt: skip
+        )
 
     @staticmethod
     def step(partial_output: torch.Tensor, partial_stats: torch.Tensor, lse: torch.Tensor | None = None) -> StepLaunch:

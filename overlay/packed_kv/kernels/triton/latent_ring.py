@@ -9,6 +9,7 @@ tokens of the ring to it. A token has its latent and its RoPE channels in one ve
 from __future__ import annotations
 
 import functools
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -16,12 +17,13 @@ import triton.language as tl
 
 from ...codecs.latent import LatentCodec
 from ...codecs.ring import Ring
-from ...layout import ring_layout
+from ...layout import RingLayout, ring_layout
 from ..checks import check_int32, check_ring
 from ..units import LOG2_E
 from .latent_decode import LatentShape, row_tiles
 from .launch import Arguments, Launch, StepLaunch
 from .pages import KEY
+from .records import strides
 from .ring import ring_slots, ring_step_size
 
 TILE_TOKENS = 64
@@ -95,34 +97,77 @@ def _channel_of(position):
     return position // 32 * 32 + inner // 2 % 4 * 8 + inner // 8 * 2 + inner % 2
 
 
+class LatentRingLayer(NamedTuple):
+    """A layer's arguments of `_attend_latent_ring_kernel`: tensors at the launch, pointers in the kernel.
+
+    Attributes:
+        ring: uint8 [blocks, 1, block, ring_slot_bytes], with `block_stride` (int32).
+        latent, rope, output: `Strides` of queries, of their RoPE channels and of the output.
+        inverse_gain: fp32 [rank], what sums of the ring's latents are multiplied by.
+        constant: fp32 [rank], added to the result; read where `has_constant`.
+        scale: fp32, of scores, times log2 e.
+    """
+
+    ring: Any
+    block_stride: Any
+    latent: Any
+    rope: Any
+    output: Any
+    inverse_gain: Any
+    constant: Any
+    scale: Any
+
+
+class AttendRingConstants(NamedTuple):
+    """Constants that `_attend_latent_ring_kernel` is compiled for: heads; rows of a program; tokens of a tile and of a
+    ring's block; channels of a latent and of RoPE; whether a constant is added; and the ring's layout."""
+
+    heads: int
+    rows: int
+    tokens: int
+    block: int
+    rank: int
+    rope_dim: int
+    has_constant: bool
+    ring: RingLayout
+
+
+def _chunk(rank: int) -> int:
+    """Groups of a product."""
+    return min(4, rank // 32 & -(rank // 32))
+
+
+_chunk_of = triton.constexpr_function(_chunk)
+
+
 @triton.jit(
     do_not_specialize=["table_stride"],
     do_not_specialize_on_alignment=["q_latent", "q_rope", "table", "query_start", "seq_lens", "page_lens"],
 )
 def _attend_latent_ring_kernel(
-    q_latent, q_rope, output, table, query_start, seq_lens, page_lens, part, lse, table_stride,
-    ring, block_stride, latent_token_stride, latent_head_stride, rope_token_stride, rope_head_stride,
-    output_token_stride, output_head_stride, inverse_gain, constant, scale,
-    HEADS: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
-    RANK: tl.constexpr, ROPE_DIM: tl.constexpr, HAS_CONSTANT: tl.constexpr, RING: tl.constexpr,
+    q_latent, q_rope, output, table, query_start, seq_lens, page_lens, part, lse, table_stride, layer,
+    ATTEND: tl.constexpr,
 ):  # fmt: skip
-    """Attention of ROWS rows over a request's ring, added to that over its pages, for 32 * CHUNK channels of outputs.
+    """Attention of rows over a request's ring, added to that over its pages, for a chunk of groups of outputs.
 
-    Grid: (tiles of rows, requests, RANK / 32 / CHUNK); each program has all scores.
+    Grid: (tiles of rows, requests, chunks of groups); each program has all scores.
 
     Args:
-        q_latent, q_rope, output: fp16, bf16 or fp32 [tokens, HEADS, RANK], [tokens, HEADS, ROPE_DIM] and
-            [tokens, HEADS, RANK], unit stride over channels, with strides (int32) over tokens and heads; `output` is
-            filled.
+        q_latent, q_rope, output: fp16, bf16 or fp32 [tokens, heads, rank], [tokens, heads, rope_dim] and
+            [tokens, heads, rank]; `output` is filled.
         table: int32 [requests, ring blocks], with `table_stride`.
         query_start, seq_lens, page_lens: int32 [requests + 1], [requests] and [requests].
-        part, lse: fp32 [tokens, HEADS, RANK] and [tokens, HEADS], contiguous: of the pages.
-        ring: uint8 [blocks, 1, BLOCK, ring_slot_bytes], with `block_stride`.
-        inverse_gain: fp32 [RANK], what sums of the ring's latents are multiplied by. constant: fp32 [RANK], added to
-            the result; read where HAS_CONSTANT.
-        scale: fp32, of scores, times log2 e.
-        CHUNK: groups of a product. RING: `RingLayout`.
+        part, lse: fp32 [tokens, heads, rank] and [tokens, heads], contiguous: of the pages.
+        layer: `LatentRingLayer`. ATTEND: `AttendRingConstants`.
     """
+    HEADS: tl.constexpr = ATTEND.heads
+    ROWS: tl.constexpr = ATTEND.rows
+    TOKENS: tl.constexpr = ATTEND.tokens
+    BLOCK: tl.constexpr = ATTEND.block
+    RANK: tl.constexpr = ATTEND.rank
+    ROPE_DIM: tl.constexpr = ATTEND.rope_dim
+    RING: tl.constexpr = ATTEND.ring
+    CHUNK: tl.constexpr = _chunk_of(RANK)
     CHUNKS: tl.constexpr = RANK // 32 // CHUNK
     CHANNELS: tl.constexpr = 32 * CHUNK
     request = tl.program_id(1)
@@ -136,8 +181,8 @@ def _attend_latent_ring_kernel(
     query, head = (start + row // HEADS).to(tl.int64), row % HEADS
 
     channel = tl.arange(0, CHANNELS)
-    latent_query = q_latent + query * latent_token_stride + head * latent_head_stride
-    rope_query = q_rope + query * rope_token_stride + head * rope_head_stride
+    latent_query = q_latent + query * layer.latent.token + head * layer.latent.head
+    rope_query = q_rope + query * layer.rope.token + head * layer.rope.head
     chunk, sums = tl.program_id(2), tl.zeros([ROWS, CHANNELS], tl.float32)
     maximum, total = tl.full([ROWS], _MASKED, tl.float32), tl.zeros([ROWS], tl.float32)
 
@@ -147,17 +192,17 @@ def _attend_latent_ring_kernel(
         token = base + tl.arange(0, TOKENS)
         nearest = tl.minimum(token, seq_len - 1)
         entered = tl.load(own_table + nearest // BLOCK) > 0  # the null block has no token of the request
-        slots = ring_slots(ring, own_table, nearest, block_stride, BLOCK, RING.slot_bytes)
+        slots = ring_slots(layer.ring, own_table, nearest, layer.block_stride, BLOCK, RING.slot_bytes)
         scales, codes = slots + RING.scales[KEY], slots + RING.codes[KEY]
         scores = tl.zeros([ROWS, TOKENS], tl.float32)
         for c in tl.static_range(CHUNKS):
             x = tl.load(latent_query[:, None] + c * CHANNELS + channel[None, :], mask=valid[:, None], other=0.0)
             latents = _load_groups(codes, scales + c * CHUNK, entered, c * CHANNELS, CHUNK)
-            scores = tl.dot(_swap((x.to(tl.float32) * scale).to(tl.float16)), tl.trans(latents), scores)
+            scores = tl.dot(_swap((x.to(tl.float32) * layer.scale).to(tl.float16)), tl.trans(latents), scores)
         for g in tl.static_range(ROPE_DIM // 32):
             x = tl.load(rope_query[:, None] + g * 32 + tl.arange(0, 32)[None, :], mask=valid[:, None], other=0.0)
             rope = _load_groups(codes, scales + RANK // 32 + g, entered, RANK + g * 32, 1)
-            scores = tl.dot(_swap((x.to(tl.float32) * scale).to(tl.float16)), tl.trans(rope), scores)
+            scores = tl.dot(_swap((x.to(tl.float32) * layer.scale).to(tl.float16)), tl.trans(rope), scores)
         visible = (token[None, :] < limit[:, None]) & (token[None, :] >= limit[:, None] - (seq_len - page_len))
         scores = tl.where(visible, scores, float("-inf"))
         new_maximum = tl.maximum(maximum, tl.max(scores, 1))
@@ -173,10 +218,10 @@ def _attend_latent_ring_kernel(
     at = chunk * CHANNELS + channel
     source = part + (query * HEADS + head)[:, None] * RANK + at[None, :]
     x = tl.load(source, mask=valid[:, None], other=0.0) * (page_weight * norm)[:, None]
-    x += _swap(sums) * tl.load(inverse_gain + at)[None, :] * (ring_weight * norm)[:, None]
-    if HAS_CONSTANT:
-        x += tl.load(constant + at)[None, :]
-    target = (query * output_token_stride + head * output_head_stride)[:, None] + at[None, :]
+    x += _swap(sums) * tl.load(layer.inverse_gain + at)[None, :] * (ring_weight * norm)[:, None]
+    if ATTEND.has_constant:
+        x += tl.load(layer.constant + at)[None, :]
+    target = (query * layer.output.token + head * layer.output.head)[:, None] + at[None, :]
     tl.store(output + target, x.to(output.dtype.element_ty), mask=valid[:, None])
 
 
@@ -192,20 +237,18 @@ class AttendLatentRingLaunch(Launch):
     ) -> None:  # fmt: skip
         """`like`: `q_latent`, `q_rope` and `output`."""
         check_ring(ring, 1, codec.ring_slot_bytes, 8)
-        assert all(x.stride(2) == 1 for x in like), [x.stride() for x in like]
-        super().__init__(
-            _attend_latent_ring_kernel,
-            Arguments(
-                ring, ring.stride(0), *(stride for x in like for stride in x.stride()[:2]), inverse_gain,
-                inverse_gain if constant is None else constant, shape.scale * LOG2_E,
-            ),
-            dict(
-                HEADS=shape.heads, ROWS=shape.rows, TOKENS=TILE_TOKENS, BLOCK=ring.shape[2], CHUNK=_chunk(codec.rank),
-                RANK=codec.rank, ROPE_DIM=codec.rope_dim, HAS_CONSTANT=constant is not None,
-                RING=ring_layout(codec.rank + codec.rope_dim, 1),
-            ),
-            num_warps=WARPS, num_stages=1,
+        latent, rope, output = map(strides, like)
+        of_constant = inverse_gain if constant is None else constant
+        layer = LatentRingLayer(
+            ring, ring.stride(0), latent, rope, output, inverse_gain, of_constant, shape.scale * LOG2_E
+        )
+        attend = AttendRingConstants(
+            shape.heads, shape.rows, TILE_TOKENS, ring.shape[2], codec.rank, codec.rope_dim, constant is not None,
+            ring_layout(codec.rank + codec.rope_dim, 1),
         )  # fmt: skip
+        super().__init__(
+            _attend_latent_ring_kernel, Arguments(layer), dict(ATTEND=attend), num_warps=WARPS, num_stages=1
+        )
 
     @staticmethod
     def step(
@@ -226,9 +269,16 @@ class AttendLatentRingLaunch(Launch):
         return StepLaunch(grid, Arguments(table, query_start, seq_lens, page_lens, part, lse, table.stride(0)))
 
 
-def _chunk(rank: int) -> int:
-    """Groups of a product."""
-    return min(4, rank // 32 & -(rank // 32))
+class GatherConstants(NamedTuple):
+    """Constants that `_gather_latent_ring_kernel` is compiled for: tokens of the recent `window`, of a tile and of a
+    ring's `block`; `channels` of a row; whether latents are written `as_values`; and the `ring`'s layout."""
+
+    window: int
+    tokens: int
+    block: int
+    channels: int
+    as_values: bool
+    ring: RingLayout
 
 
 @triton.jit(
@@ -237,16 +287,19 @@ def _chunk(rank: int) -> int:
 )
 def _gather_latent_ring_kernel(
     rows, table, first, starts, first_rows, context_lens, table_stride, ring, block_stride, inverse_gain,
-    WINDOW: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr, RANK: tl.constexpr, ROPE_DIM: tl.constexpr,
-    AS_VALUES: tl.constexpr, RING: tl.constexpr,
+    GATHER: tl.constexpr,
 ):  # fmt: skip
     """Grid: (requests, groups of 32 channels). int32 `table` [requests, ring blocks], `first`, `starts` and
-    `context_lens` [requests], `first_rows` [requests + 1]; `rows` [tokens, RANK + ROPE_DIM] of any float dtype; `ring`
-    uint8 [blocks, 1, BLOCK, ring_slot_bytes]; `inverse_gain` fp32 [RANK], read with AS_VALUES."""
+    `context_lens` [requests], `first_rows` [requests + 1]; `rows` [tokens, channels] of any float dtype; `ring` uint8
+    [blocks, 1, block, ring_slot_bytes]; `inverse_gain` fp32 [rank], read where `as_values`. GATHER:
+    `GatherConstants`."""
+    TOKENS: tl.constexpr = GATHER.tokens
+    BLOCK: tl.constexpr = GATHER.block
+    RING: tl.constexpr = GATHER.ring
     request, group = tl.program_id(0), tl.program_id(1)
     start, row, end_row = tl.load(starts + request), tl.load(first_rows + request), tl.load(first_rows + request + 1)
     end = start + end_row - row
-    low = tl.maximum(tl.load(first + request), tl.load(context_lens + request) - WINDOW + 1)
+    low = tl.maximum(tl.load(first + request), tl.load(context_lens + request) - GATHER.window + 1)
     own_table = table + request.to(tl.int64) * table_stride
     channel = group * 32 + _channel_of(tl.arange(0, 32))
     for base in range(tl.maximum(low, start), end, TOKENS):
@@ -254,9 +307,9 @@ def _gather_latent_ring_kernel(
         there = token < end
         slots = ring_slots(ring, own_table, tl.minimum(token, end - 1), block_stride, BLOCK, RING.slot_bytes)
         x = _load_groups(slots + RING.codes[KEY], slots + RING.scales[KEY] + group, there, group * 32, 1)
-        if AS_VALUES:
+        if GATHER.as_values:
             x = x.to(tl.float32) * tl.load(inverse_gain + channel)[None, :]
-        target = rows + (row + token - start).to(tl.int64)[:, None] * (RANK + ROPE_DIM) + channel[None, :]
+        target = rows + (row + token - start).to(tl.int64)[:, None] * GATHER.channels + channel[None, :]
         tl.store(target, x.to(rows.dtype.element_ty), mask=there[:, None])
 
 
@@ -267,15 +320,12 @@ class GatherLatentRingLaunch(Launch):
     def __init__(self, codec: LatentCodec, ring: Ring, inverse_gain: torch.Tensor, *, as_values: bool) -> None:
         cache = ring.cache
         check_ring(cache, 1, codec.ring_slot_bytes, 8)
-        super().__init__(
-            _gather_latent_ring_kernel,
-            Arguments(cache, cache.stride(0), inverse_gain),
-            dict(
-                WINDOW=ring.window, TOKENS=TILE_TOKENS, BLOCK=cache.shape[2], RANK=codec.rank, ROPE_DIM=codec.rope_dim,
-                AS_VALUES=as_values, RING=ring_layout(codec.rank + codec.rope_dim, 1),
-            ),
-            num_warps=1,
-        )  # fmt: skip
+        channels = codec.rank + codec.rope_dim
+        constants = GatherConstants(
+            ring.window, TILE_TOKENS, cache.shape[2], channels, as_values, ring_layout(channels, 1)
+        )
+        fixed = Arguments(cache, cache.stride(0), inverse_gain)
+        super().__init__(_gather_latent_ring_kernel, fixed, dict(GATHER=constants), num_warps=1)
 
     @staticmethod
     def step(

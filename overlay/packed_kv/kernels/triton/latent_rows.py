@@ -21,6 +21,7 @@ from .ring import key_pairs, ring_step_size
 EIGHTS = 4
 """Times 8 tokens of a tile: one per warp."""
 TILE_TOKENS = EIGHTS * ROW_TOKENS
+_EIGHTS = tl.constexpr(EIGHTS)
 
 
 @triton.jit(
@@ -29,7 +30,7 @@ TILE_TOKENS = EIGHTS * ROW_TOKENS
 )
 def _gather_rows_kernel(
     rows, positions, count, block_table, requests, table_stride, columns, cache, block_stride,
-    A_REQUEST: tl.constexpr, BLOCK_SIZE: tl.constexpr, EIGHTS: tl.constexpr, ROW: tl.constexpr,
+    A_REQUEST: tl.constexpr, BLOCK_SIZE: tl.constexpr, ROW: tl.constexpr,
 ):  # fmt: skip
     """Decode a tile of tokens.
 
@@ -43,6 +44,7 @@ def _gather_rows_kernel(
         cache: uint8 [blocks, BLOCK_SIZE, row bytes]; `block_stride` in int32 words.
         ROW: `LatentRowLayout`.
     """
+    EIGHTS: tl.constexpr = _EIGHTS
     HALF: tl.constexpr = ROW.half
     ROPE: tl.constexpr = ROW.rope
     RANK: tl.constexpr = 2 * HALF.head_dim
@@ -144,7 +146,7 @@ class GatherRowsLaunch(Launch):
         super().__init__(
             _gather_rows_kernel,
             Arguments(cache, cache.stride(0) // 4),
-            dict(A_REQUEST=a_request, BLOCK_SIZE=cache.shape[1], EIGHTS=EIGHTS, ROW=row),
+            dict(A_REQUEST=a_request, BLOCK_SIZE=cache.shape[1], ROW=row),
             num_warps=EIGHTS, num_stages=1,
         )  # fmt: skip
 

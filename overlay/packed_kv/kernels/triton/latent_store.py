@@ -19,8 +19,9 @@ from ..kernel_layout import KernelLayout, kernel_layout, latent_row_layout, rope
 from .launch import Arguments, Launch, StepLaunch
 from .pages import KEY
 from .quantize import Transform
+from .records import blocks
 from .ring import inverse_step_size, ring_code, ring_scale, ring_step_size
-from .store_section import StoreConstants, StoreLayer, Vectors, blocks, padded_groups, rows_of, store_section
+from .store_section import StoreConstants, StoreLayer, Vectors, padded_groups, rows_of, store_section
 from .words import word_index
 
 _INPUT_LIMIT = tl.constexpr(INPUT_LIMIT)

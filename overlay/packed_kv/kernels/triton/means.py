@@ -192,22 +192,41 @@ def bias_of_rows(
         tl.store(target, result * scale, mask=(own < rows)[:, None] & (column < 1 + BLOCKS)[None, :])
 
 
-@triton.jit
-def columns_and_rows(column_tile, KV_HEADS: tl.constexpr, QUERY_GROUP: tl.constexpr, COLUMNS: tl.constexpr):
-    """The columns of a tile, int32 [COLUMNS], and each one's row in queries and outputs, from that of column 0."""
-    columns = column_tile * COLUMNS + tl.arange(0, COLUMNS)
-    return columns, columns // QUERY_GROUP * (KV_HEADS * QUERY_GROUP) + columns % QUERY_GROUP
+class ColumnConstants(NamedTuple):
+    """Constants of the columns of a decode's tile, which are query heads of one KV head, by token.
+
+    Attributes:
+        kv_heads, group: KV heads, and query heads of each.
+        tile: columns of a tile.
+        mean_blocks: blocks of positions whose means scores lack; 0: they lack nothing.
+        tiles_a_block: tiles of tokens of such a block; 0: all are in one.
+        biases: numbers of a query in `query_bias`.
+    """
+
+    kv_heads: int
+    group: int
+    tile: int
+    mean_blocks: int
+    tiles_a_block: int
+    biases: int
 
 
 @triton.jit
-def _bias_pointers(
-    query_bias, first_row, count, KV_HEADS: tl.constexpr, QUERY_GROUP: tl.constexpr, BIAS_COLUMNS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):  # fmt: skip
-    """Pointers to the biases of a program's columns, and which columns there are, bool [COLUMNS]. Made where they are
+def columns_and_rows(column_tile, COLUMNS: tl.constexpr):
+    """The columns of a tile, int32 [tile], and each one's row in queries and outputs, from that of column 0. COLUMNS:
+    `ColumnConstants`."""
+    KV_HEADS: tl.constexpr = COLUMNS.kv_heads
+    GROUP: tl.constexpr = COLUMNS.group
+    columns = column_tile * COLUMNS.tile + tl.arange(0, COLUMNS.tile)
+    return columns, columns // GROUP * (KV_HEADS * GROUP) + columns % GROUP
+
+
+@triton.jit
+def _bias_pointers(query_bias, first_row, count, COLUMNS: tl.constexpr):
+    """Pointers to the biases of a program's columns, and which columns there are, bool [tile]. Made where they are
     needed: registers are scarce."""
-    columns, rows = columns_and_rows(hide_from_optimizer(tl.program_id(1)) // KV_HEADS, KV_HEADS, QUERY_GROUP, COLUMNS)
-    return query_bias + (first_row.to(tl.int64) + rows) * BIAS_COLUMNS, columns < count * QUERY_GROUP
+    columns, rows = columns_and_rows(hide_from_optimizer(tl.program_id(1)) // COLUMNS.kv_heads, COLUMNS)
+    return query_bias + (first_row.to(tl.int64) + rows) * COLUMNS.biases, columns < count * COLUMNS.group
 
 
 @triton.jit
@@ -217,50 +236,42 @@ def block_of(tile, TILES_A_BLOCK: tl.constexpr):
 
 
 @triton.jit
-def bias_of_block(
-    query_bias, block, first_row, count, KV_HEADS: tl.constexpr, QUERY_GROUP: tl.constexpr, MEAN_BLOCKS: tl.constexpr,
-    BIAS_COLUMNS: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
+def bias_of_block(query_bias, block, first_row, count, COLUMNS: tl.constexpr):
     """Biases of a program's columns for the keys of a block of positions (the last one if there are not so many), fp32
-    [COLUMNS]. query_bias: pointer to fp32 [tokens, KV_HEADS * QUERY_GROUP, BIAS_COLUMNS]; block, first_row (that of
-    column 0), count (query tokens): int32."""
-    pointers, valid = _bias_pointers(query_bias, first_row, count, KV_HEADS, QUERY_GROUP, BIAS_COLUMNS, COLUMNS)
+    [tile]. query_bias: pointer to fp32 [tokens, query heads, biases]; block, first_row (that of column 0), count (query
+    tokens): int32. COLUMNS: `ColumnConstants`."""
+    MEAN_BLOCKS: tl.constexpr = COLUMNS.mean_blocks
+    pointers, valid = _bias_pointers(query_bias, first_row, count, COLUMNS)
     return tl.load(pointers + 1 + tl.minimum(block, MEAN_BLOCKS - 1), mask=valid, other=0.0)
 
 
 @triton.jit
-def bias_increase(
-    query_bias, block, first_row, count, KV_HEADS: tl.constexpr, QUERY_GROUP: tl.constexpr, MEAN_BLOCKS: tl.constexpr,
-    BIAS_COLUMNS: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
+def bias_increase(query_bias, block, first_row, count, COLUMNS: tl.constexpr):
     """`bias_of_block` of a block less that of the one before, or a finite number for block 0."""
-    pointers, valid = _bias_pointers(query_bias, first_row, count, KV_HEADS, QUERY_GROUP, BIAS_COLUMNS, COLUMNS)
+    MEAN_BLOCKS: tl.constexpr = COLUMNS.mean_blocks
+    pointers, valid = _bias_pointers(query_bias, first_row, count, COLUMNS)
     own = tl.load(pointers + 1 + tl.minimum(block, MEAN_BLOCKS - 1), mask=valid, other=0.0)
     return own - tl.load(pointers + tl.minimum(block, MEAN_BLOCKS), mask=valid, other=0.0)
 
 
 @triton.jit
 def add_first_bias(
-    scores, tokens, query_bias, first_row, count, INVERSE_UNIT: tl.constexpr, KV_HEADS: tl.constexpr,
-    QUERY_GROUP: tl.constexpr, BIAS_COLUMNS: tl.constexpr,
+    scores, tokens, query_bias, first_row, count, INVERSE_UNIT: tl.constexpr, COLUMNS: tl.constexpr
 ):  # fmt: skip
     """Scores fp32 [32 tokens, columns], in a unit, with what that of token 0 lacks beyond the others' of its block.
     tokens: int32 [32]; the rest as in `bias_of_block`."""
-    pointers, valid = _bias_pointers(query_bias, first_row, count, KV_HEADS, QUERY_GROUP, BIAS_COLUMNS, scores.shape[1])
+    pointers, valid = _bias_pointers(query_bias, first_row, count, COLUMNS)
     bias = tl.load(pointers, mask=valid, other=0.0) / INVERSE_UNIT
     return scores + tl.where((tokens == 0)[:, None], bias[None, :], 0.0)
 
 
 @triton.jit
-def store_first_score(
-    scores, tokens, query_bias, first_row, count, KV_HEADS: tl.constexpr, QUERY_GROUP: tl.constexpr,
-    BIAS_COLUMNS: tl.constexpr,
-):  # fmt: skip
+def store_first_score(scores, tokens, query_bias, first_row, count, COLUMNS: tl.constexpr):
     """Store the scores of token 0 behind the biases of the columns that see it.
 
     scores: fp32 [32 tokens, columns], whole, in log2 units, -inf where a column does not see a token; the rest as in
     `add_first_bias`.
     """
-    pointers, valid = _bias_pointers(query_bias, first_row, count, KV_HEADS, QUERY_GROUP, BIAS_COLUMNS, scores.shape[1])
-    target = tl.broadcast_to(pointers[None, :] + (BIAS_COLUMNS - 1), scores.shape)
+    pointers, valid = _bias_pointers(query_bias, first_row, count, COLUMNS)
+    target = tl.broadcast_to(pointers[None, :] + (COLUMNS.biases - 1), scores.shape)
     tl.store(target, scores, mask=(tokens == 0)[:, None] & valid[None, :] & (scores > float("-inf")))

@@ -5,6 +5,8 @@ The rotation is a product with the matrix of `rotate.py`, in tf32 with fp32 sums
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -20,31 +22,69 @@ from .means import Means
 _LOG2_E = tl.constexpr(LOG2_E)
 
 
+class MergeDims(NamedTuple):
+    """Channels of a vector of V as it is `stored`; of the `output`; of the product, those `padded` to a power of 2; and
+    of the matrix `at_a_time`."""
+
+    stored: int
+    output: int
+    padded: int
+    at_a_time: int
+
+
+class MergeConstants(NamedTuple):
+    """Constants that `_merge_kernel` is compiled for.
+
+    Attributes:
+        kv_heads, group: KV heads, and query heads of each.
+        dims: channels.
+        tile: of `MERGE_TILES`: the most splits, a power of 2, and rows of a program.
+        has_sinks, has_lse: whether there are sinks, and whether the lse is filled.
+        bias_columns: of queries, where V has means; 0: it has none.
+    """
+
+    kv_heads: int
+    group: int
+    dims: MergeDims
+    tile: tuple[int, int]
+    has_sinks: bool
+    has_lse: bool
+    bias_columns: int
+
+
 @triton.jit(do_not_specialize=["rows", "splits"])
 def _merge_kernel(
     output, partial_output, partial_stats, lse, rows, splits, matrix, token_stride, head_stride,
-    matrix_head_stride, sinks,
-    KV_HEADS: tl.constexpr, QUERY_GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr,
-    OUTPUT_DIM: tl.constexpr, CHANNELS: tl.constexpr, ROWS: tl.constexpr, SPLITS: tl.constexpr,
-    HAS_SINKS: tl.constexpr, HAS_LSE: tl.constexpr, BIAS_COLUMNS: tl.constexpr,
+    matrix_head_stride, sinks, MERGE: tl.constexpr,
 ):  # fmt: skip
     """Combine the splits of rows (query heads of a token) and rotate them back.
 
-    Grid: (rows / ROWS, KV heads).
+    Grid: (rows / rows of a program, KV heads).
 
     Args:
-        output: fp16, bf16 or fp32 [tokens, KV_HEADS * QUERY_GROUP, OUTPUT_DIM], with `token_stride` and `head_stride`
+        output: fp16, bf16 or fp32 [tokens, kv_heads * group, channels], with `token_stride` and `head_stride`
             (int32); filled.
-        partial_output, partial_stats: fp32 [tokens, KV_HEADS * QUERY_GROUP, splits, HEAD_DIM] and [.., .., splits, 2].
-        lse: fp32 [tokens, KV_HEADS * QUERY_GROUP]; filled where HAS_LSE. With BIAS_COLUMNS a pair: that, and fp32
-            [.., .., BIAS_COLUMNS], whose last column has the scores of position 0, or -inf.
-        rows, splits: int32, tokens times QUERY_GROUP, and at most SPLITS, a power of 2.
-        matrix: fp16 [1 or KV_HEADS, HEAD_DIM, HEAD_DIM], with `matrix_head_stride` (int32). With BIAS_COLUMNS a record:
-            that, and the means of V, fp32 [1 or KV_HEADS, 3, HEAD_DIM] of `Means.rows`, and their stride over heads.
-        sinks: fp16, bf16 or fp32 [KV_HEADS * QUERY_GROUP]; read where HAS_SINKS.
-        PADDED_DIM: a power of 2, at least OUTPUT_DIM. CHANNELS: of HEAD_DIM at a time.
-        BIAS_COLUMNS: 0: V has no means.
+        partial_output, partial_stats: fp32 [tokens, kv_heads * group, splits, stored] and [.., .., splits, 2].
+        lse: fp32 [tokens, kv_heads * group]; filled where `has_lse`. With `bias_columns` a pair: that, and fp32
+            [.., .., bias_columns], whose last column has the scores of position 0, or -inf.
+        rows, splits: int32, tokens times group, and at most those of the tile.
+        matrix: fp16 [1 or kv_heads, stored, stored], with `matrix_head_stride` (int32). With `bias_columns` a
+            record: that, and the means of V, fp32 [1 or kv_heads, 3, stored] of `Means.rows`, and their stride over
+            heads.
+        sinks: fp16, bf16 or fp32 [kv_heads * group]; read where `has_sinks`.
+        MERGE: `MergeConstants`.
     """
+    KV_HEADS: tl.constexpr = MERGE.kv_heads
+    QUERY_GROUP: tl.constexpr = MERGE.group
+    DIMS: tl.constexpr = MERGE.dims
+    HEAD_DIM: tl.constexpr = DIMS.stored
+    OUTPUT_DIM: tl.constexpr = DIMS.output
+    PADDED_DIM: tl.constexpr = DIMS.padded
+    CHANNELS: tl.constexpr = DIMS.at_a_time
+    SPLITS: tl.constexpr = MERGE.tile[0]
+    ROWS: tl.constexpr = MERGE.tile[1]
+    HAS_SINKS: tl.constexpr = MERGE.has_sinks
+    BIAS_COLUMNS: tl.constexpr = MERGE.bias_columns
     head = tl.program_id(1)
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     split = tl.arange(0, SPLITS)
@@ -63,7 +103,7 @@ def _merge_kernel(
     if HAS_SINKS:
         total += tl.exp2(sink - top)
     norm = tl.where(total > 0, 1 / total, 0.0)
-    if HAS_LSE:
+    if MERGE.has_lse:
         filled = lse[0] if BIAS_COLUMNS > 0 else lse
         tl.store(filled + place, (top + tl.log2(total)) / _LOG2_E, mask=row < rows)
 
@@ -125,23 +165,21 @@ class MergeLaunch(Launch):
         assert output_dim <= matrix.shape[2], (output.shape, matrix.shape)
         assert output.stride(-1) == 1, output.stride()
         assert sinks is None or (sinks.shape == (kv_heads * group,) and sinks.is_contiguous()), sinks.shape
-        head_dim = matrix.shape[2]
-        padded_dim = power_of_2(stored_dim(output_dim))
-        padded_splits, rows = tile
+        head_dim, padded_dim = matrix.shape[2], power_of_2(stored_dim(output_dim))
+        at_a_time = min(16384 // padded_dim, head_dim & -head_dim)  # at most 64 KB of registers
         of_sinks = matrix if sinks is None else sinks
         stride = head_stride(matrix)
         of_matrix = matrix if means is None else (matrix, means.rows, head_stride(means.rows))
+        merge = MergeConstants(
+            kv_heads, group, MergeDims(head_dim, output_dim, padded_dim, at_a_time), tile, sinks is not None, has_lse,
+            bias_columns if means is not None else 0,
+        )  # fmt: skip
         super().__init__(
             _merge_kernel,
             Arguments(of_matrix, output.stride(0), output.stride(2), stride, of_sinks),
-            dict(
-                KV_HEADS=kv_heads, QUERY_GROUP=group, HEAD_DIM=head_dim, PADDED_DIM=padded_dim, OUTPUT_DIM=output_dim,
-                CHANNELS=min(16384 // padded_dim, head_dim & -head_dim),  # of the matrix: at most 64 KB of registers
-                ROWS=rows, SPLITS=padded_splits, HAS_SINKS=sinks is not None, HAS_LSE=has_lse,
-                BIAS_COLUMNS=bias_columns if means is not None else 0,
-            ),
-            num_warps=8 if rows >= 8 or head_dim > 128 else 4,
-        )  # fmt: skip
+            dict(MERGE=merge),
+            num_warps=8 if tile[1] >= 8 or head_dim > 128 else 4,
+        )
 
     @staticmethod
     def step(

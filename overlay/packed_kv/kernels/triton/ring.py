@@ -8,6 +8,7 @@ from which token on a request's ring can be read. The reference of the bytes is 
 from __future__ import annotations
 
 import functools
+from typing import NamedTuple
 
 import torch
 import triton
@@ -24,6 +25,7 @@ from .launch import Arguments, Launch, StepLaunch
 from .means import add_first_bias, bias_increase, bias_of_block, block_of, store_first_score
 from .pages import KEY, VALUE
 from .quantize import of, product
+from .records import blocks
 from .scales import online_softmax_update, over_scores, scale_byte, scale_weights, transpose_weights
 
 _LARGEST_CODE = tl.constexpr(float(LARGEST_CODE))
@@ -157,36 +159,39 @@ def _byte(word, index: tl.constexpr):
 
 @triton.jit
 def attend_ring(
-    queries, outputs, maximum, total, ring_head, table, block_stride, first, end, seq_len, limit, soft_cap,
-    query_bias, first_row, count,
-    BLOCK: tl.constexpr, WINDOW: tl.constexpr, HAS_SOFT_CAP: tl.constexpr, KV_HEADS: tl.constexpr,
-    QUERY_GROUP: tl.constexpr, MEAN_BLOCKS: tl.constexpr, BIAS_COLUMNS: tl.constexpr, TILES_A_BLOCK: tl.constexpr,
-    LAYOUT: tl.constexpr,
+    queries, sums, ring, tokens, limit, soft_cap, biases,
+    BLOCK: tl.constexpr, WINDOW: tl.constexpr, HAS_SOFT_CAP: tl.constexpr, COLUMNS: tl.constexpr, LAYOUT: tl.constexpr,
 ):  # fmt: skip
-    """Attention of some columns over tokens first .. end - 1 of the ring: new outputs, maximum and total.
+    """Attention of some columns over tokens of the ring: new outputs, maximum and total.
 
     As with pages, a lane loads what it feeds to the tensor core: of tokens 16 m + 8 n3 + g (K) or 16 m + 8 n3 + 2 t +
     n0 (V). Past the end it loads the last token again.
 
     Args:
         queries: a tuple of fp16 [32 channels, columns] for each group.
-        outputs: likewise fp32 [32 channels, columns], sums of codes times scales; times `RING_UNIT` they are the
-            values.
-        maximum, total: fp32 [columns] and [8, columns]; see `online_softmax_update`.
-        ring_head: pointer to uint8 [blocks, .., BLOCK, ring_slot_bytes] of the head, with `block_stride`.
-        table: pointer to int32 [ring blocks], of the request.
-        first, end, seq_len: int32.
+        sums: (outputs, maximum, total): a tuple of fp32 [32 channels, columns], sums of codes times scales, which times
+            `RING_UNIT` are the values; fp32 [columns] and [8, columns], see `online_softmax_update`.
+        ring: (pointer to uint8 [blocks, .., BLOCK, ring_slot_bytes] of the head, its stride over blocks, pointer to
+            int32 [ring blocks], the request's table).
+        tokens: (first, end, seq_len), int32: first .. end - 1 of the seq_len tokens of the request.
         limit: int32 [columns], of a column the last token that it sees and one; it sees WINDOW tokens here.
         soft_cap: fp32, times log2 e; read where HAS_SOFT_CAP.
-        query_bias, first_row, count: see `bias_of_block`.
+        biases: (query_bias, first_row, count), see `bias_of_block`.
+        COLUMNS: `ColumnConstants`.
     """
     GROUPS: tl.constexpr = len(LAYOUT.key_vector.groups)
-    COLUMNS: tl.constexpr = limit.shape[0]
+    TILE_COLUMNS: tl.constexpr = COLUMNS.tile
+    MEAN_BLOCKS: tl.constexpr = COLUMNS.mean_blocks
+    TILES_A_BLOCK: tl.constexpr = COLUMNS.tiles_a_block
     SLOT: tl.constexpr = LAYOUT.ring.slot_bytes
     KEYS: tl.constexpr = LAYOUT.ring.codes[KEY]
     VALUES: tl.constexpr = LAYOUT.ring.codes[VALUE]
     SCALES: tl.constexpr = LAYOUT.ring.scales[KEY]
     A_TOKEN: tl.constexpr = (2 * GROUPS + 3) // 4 - GROUPS // 4  # words with scales of V
+    outputs, maximum, total = sums
+    ring_head, block_stride, table = ring
+    first, end, seq_len = tokens
+    query_bias, first_row, count = biases
     lane = tl.arange(0, 32)[:, None]
     row, column = lane // 4, lane % 4
     for base in range(first, end, 32):
@@ -203,7 +208,7 @@ def attend_ring(
                     ring_slots(ring_head, table, tl.minimum(token + 16, seq_len - 1), block_stride, BLOCK, SLOT),
                 ),
             )
-        scores = tl.zeros([32, COLUMNS], tl.float32)
+        scores = tl.zeros([32, TILE_COLUMNS], tl.float32)
         low_scales, high_scales = (), ()
         for i in tl.static_range((GROUPS + 3) // 4):
             low_scales += _load(low_slots, SCALES + 4 * i, 1)
@@ -213,28 +218,24 @@ def attend_ring(
             pairs = key_pairs(words[0]) + key_pairs(words[1]) + key_pairs(words[2]) + key_pairs(words[3])
             low = scale_byte(low_scales[g // 4], g % 4).to(tl.float32) * RING_UNIT
             high = scale_byte(high_scales[g // 4], g % 4).to(tl.float32) * RING_UNIT
-            scores += tl.dot(opaque(as_key(from_pairs(pairs))), queries[g]) * over_scores(low, high, COLUMNS)
+            scores += tl.dot(opaque(as_key(from_pairs(pairs))), queries[g]) * over_scores(low, high, TILE_COLUMNS)
         token = base + tl.arange(0, 32)
         if MEAN_BLOCKS > 0:
             block = block_of(base // 32, TILES_A_BLOCK)
-            bias = bias_of_block(query_bias, block, first_row, count, KV_HEADS, QUERY_GROUP, MEAN_BLOCKS, BIAS_COLUMNS,
-                                 COLUMNS)  # fmt: skip
-            scores += bias[None, :]
+            scores += bias_of_block(query_bias, block, first_row, count, COLUMNS)[None, :]
             if TILES_A_BLOCK > 0:  # a tile begins anywhere, and may end in the next block
                 next_block = (block + 1) * (32 * TILES_A_BLOCK)
                 if base + 31 >= next_block:
-                    further = bias_increase(query_bias, block + 1, first_row, count, KV_HEADS, QUERY_GROUP, MEAN_BLOCKS,
-                                        BIAS_COLUMNS, COLUMNS)  # fmt: skip
+                    further = bias_increase(query_bias, block + 1, first_row, count, COLUMNS)
                     scores += tl.where((token >= next_block)[:, None], further[None, :], 0.0)
             if base == 0:
-                scores = add_first_bias(scores, token, query_bias, first_row, count, 1.0, KV_HEADS, QUERY_GROUP,
-                                        BIAS_COLUMNS)  # fmt: skip
+                scores = add_first_bias(scores, token, query_bias, first_row, count, 1.0, COLUMNS)
         if HAS_SOFT_CAP:
             scores = soft_cap * (1 - 2 / (tl.exp2(scores * (2 * _LOG2_E / soft_cap)) + 1))
         visible = (token[:, None] < limit[None, :]) & (token[:, None] >= limit[None, :] - WINDOW)
         scores = tl.where(visible, scores, float("-inf"))
-        if BIAS_COLUMNS > 1 + MEAN_BLOCKS and base == 0:
-            store_first_score(scores, token, query_bias, first_row, count, KV_HEADS, QUERY_GROUP, BIAS_COLUMNS)
+        if COLUMNS.biases > 1 + MEAN_BLOCKS and base == 0:
+            store_first_score(scores, token, query_bias, first_row, count, COLUMNS)
 
         scale_words = ()
         for n in tl.static_range(4):
@@ -263,28 +264,39 @@ def attend_ring(
     return outputs, maximum, total
 
 
+class PlanConstants(NamedTuple):
+    """Constants that `_plan_kernel` is compiled for: tokens of the recent `window` and of a ring's `block`; `blocks` of
+    a ring; query tokens of the `longest` decode; table `entries` that hold the window and such a decode, a power of 2;
+    and `tokens` at a time."""
+
+    window: int
+    block: int
+    blocks: int
+    longest: int
+    entries: int
+    tokens: int = TOKENS_A_PROGRAM
+
+
 @triton.jit(do_not_specialize=["tokens", "table_stride", "requests"])
-def _plan_kernel(
-    query_start, seq_lens, table, slots, first, requests, tokens, table_stride,
-    WINDOW: tl.constexpr, BLOCK: tl.constexpr, RING_BLOCKS: tl.constexpr, LONGEST: tl.constexpr,
-    ENTRIES: tl.constexpr, TOKENS: tl.constexpr,
-):  # fmt: skip
+def _plan_kernel(query_start, seq_lens, table, slots, first, requests, tokens, table_stride, PLAN: tl.constexpr):
     """Grid: requests. int32 `query_start` [requests + 1], `seq_lens` [requests], `table` [requests, blocks]; filled:
-    `slots` [tokens], `first` [requests]."""
+    `slots` [tokens], `first` [requests]. PLAN: `PlanConstants`."""
+    BLOCK: tl.constexpr = PLAN.block
+    TOKENS: tl.constexpr = PLAN.tokens
     request = tl.program_id(0)
     start, end = tl.load(query_start + request), tl.load(query_start + request + 1)
     count, seq_len = end - start, tl.load(seq_lens + request)
     prefix = seq_len - count
     table += request.to(tl.int64) * table_stride
 
-    low = tl.maximum(prefix - WINDOW + 1, 0)
-    newest = tl.where(count <= LONGEST, tl.where(count > 0, seq_len, 0), prefix) - 1
-    entry = low // BLOCK + tl.arange(0, ENTRIES)
+    low = tl.maximum(prefix - PLAN.window + 1, 0)
+    newest = tl.where(count <= PLAN.longest, tl.where(count > 0, seq_len, 0), prefix) - 1
+    entry = low // BLOCK + tl.arange(0, PLAN.entries)
     entered = tl.load(table + entry, mask=entry * BLOCK <= newest, other=1)
     missing = tl.max(tl.where(entered == 0, entry, -1), 0)
     tl.store(first + request, tl.maximum(low, (missing + 1) * BLOCK))
 
-    kept = (seq_len - 1) // BLOCK - RING_BLOCKS + 1  # a block before it has the place of a newer one
+    kept = (seq_len - 1) // BLOCK - PLAN.blocks + 1  # a block before it has the place of a newer one
     for base in range(0, count, TOKENS):
         token = base + tl.arange(0, TOKENS)
         position = prefix + token
@@ -319,35 +331,33 @@ def plan_ring(
 @functools.cache
 def _bind_plan(block_size: int, ring_blocks: int, window: int, longest_decode: int, device: torch.device) -> Launch:
     """The kernel for rings of these sizes; `device` keeps those of several devices apart."""
-    constants = dict(
-        WINDOW=window, BLOCK=block_size, RING_BLOCKS=ring_blocks, LONGEST=longest_decode,
-        ENTRIES=power_of_2((window + longest_decode) // block_size + 2), TOKENS=TOKENS_A_PROGRAM,
-    )  # fmt: skip
-    return Launch(_plan_kernel, Arguments(), constants, num_warps=4)
+    entries = power_of_2((window + longest_decode) // block_size + 2)
+    constants = PlanConstants(window, block_size, ring_blocks, longest_decode, entries)
+    return Launch(_plan_kernel, Arguments(), dict(PLAN=constants), num_warps=4)
 
 
 @triton.jit(
     do_not_specialize=["table_stride"], do_not_specialize_on_alignment=["table", "first", "spans", "key", "value"]
 )
 def _gather_ring_kernel(
-    table, first, spans, key, value, table_stride, ring, block_stride, head_stride,
+    table, first, spans, key, value, table_stride, ring,
     KV_HEADS: tl.constexpr, GROUPS: tl.constexpr, BLOCK: tl.constexpr, RING: tl.constexpr,
 ):  # fmt: skip
     """Grid: (spans, KV heads). int32 `table` [requests, blocks], `first` [requests] and `spans` [spans, 4]; fp16 `key`
-    and `value` [rows, KV_HEADS, HEAD_DIM]; `ring` uint8 [blocks, KV_HEADS, BLOCK, ring_slot_bytes]."""
+    and `value` [rows, KV_HEADS, HEAD_DIM]; `ring`: `Blocks` [blocks, KV_HEADS, BLOCK, ring_slot_bytes]."""
     HEAD_DIM: tl.constexpr = 32 * GROUPS
     SLOT: tl.constexpr = RING.slot_bytes
     span, head = spans + tl.program_id(0) * 4, tl.program_id(1)
     request, row, low, end = tl.load(span), tl.load(span + 1), tl.load(span + 2), tl.load(span + 3)
     table += request.to(tl.int64) * table_stride
-    ring_head = ring + head.to(tl.int64) * head_stride
+    ring_head = ring.pointer + head.to(tl.int64) * ring.head_stride
     position = tl.arange(0, 32)  # of a byte in its group
     key_channel = position // 2 % 4 * 8 + position // 8 * 2 + position % 2
     value_channel = position % 4 * 8 + position // 4
     for base in range(tl.maximum(low, tl.load(first + request)), end, 32):
         token = base + tl.arange(0, 32)
         there = token < end
-        slot = ring_slots(ring_head, table, tl.minimum(token, end - 1), block_stride, BLOCK, SLOT)
+        slot = ring_slots(ring_head, table, tl.minimum(token, end - 1), ring.block_stride, BLOCK, SLOT)
         target = ((row + token).to(tl.int64) * KV_HEADS + head) * HEAD_DIM
         for vector in tl.static_range(2):
             for g in tl.static_range(GROUPS):
@@ -373,8 +383,7 @@ class GatherRingLaunch(Launch):
         constants = dict(
             KV_HEADS=cache.shape[1], GROUPS=head_dim // GROUP_SIZE, BLOCK=cache.shape[2], RING=ring_layout(head_dim)
         )
-        fixed = Arguments(cache, cache.stride(0), cache.stride(1))
-        super().__init__(_gather_ring_kernel, fixed, constants, num_warps=4)
+        super().__init__(_gather_ring_kernel, Arguments(blocks(cache)), constants, num_warps=4)
 
     @staticmethod
     def step(ring: Ring, spans: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> StepLaunch:

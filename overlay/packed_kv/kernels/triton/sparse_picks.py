@@ -6,6 +6,8 @@ The reference is `reference/sparse_latents.py`.
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -97,35 +99,57 @@ class SplitPicksLaunch(Launch):
         return StepLaunch((tokens, 1, 1), Arguments(stored, stored_counts, own, own_counts))
 
 
+class Picked(NamedTuple):
+    """Of attention over one kind of picks. `lse`: fp32 [tokens, heads or more], natural; `picks`: int32 [tokens, picks]
+    of `_split_picks_kernel`."""
+
+    lse: Any
+    picks: Any
+
+
+class MergePicksConstants(NamedTuple):
+    """Constants that `_merge_picks_kernel` is compiled for: heads, their rank, whether there may be stored picks, and
+    whether a constant is added and the lse filled."""
+
+    heads: int
+    rank: int
+    has_stored: bool
+    has_constant: bool
+    has_lse: bool
+
+
 @triton.jit(do_not_specialize=["lse_stride", "picks"], do_not_specialize_on_alignment=["lse"])
 def _merge_picks_kernel(
-    output, stored, own, lse, stored_lse, stored_picks, own_lse, own_picks, lse_stride, picks, inverse_gain, constant,
-    token_stride, HEADS: tl.constexpr, RANK: tl.constexpr, HAS_STORED: tl.constexpr, HAS_CONSTANT: tl.constexpr,
-    HAS_LSE: tl.constexpr,
+    output, stored, own, lse, of_stored, of_own, lse_stride, picks, inverse_gain, constant, token_stride,
+    MERGE: tl.constexpr,
 ):  # fmt: skip
     """Combine both kinds of a row.
 
-    Grid: (tokens times HEADS).
+    Grid: (tokens times heads).
 
     Args:
-        output: fp16, bf16 or fp32 [tokens, HEADS, RANK], contiguous; filled.
-        stored, own: of the same dtype, [tokens, HEADS or more, RANK], with `token_stride` (int32); of a token without
-            such picks anything. `stored` is read where HAS_STORED.
-        lse: fp32 [tokens, HEADS], contiguous; filled where HAS_LSE.
-        stored_lse, own_lse: fp32 [tokens, HEADS or more], natural, with `lse_stride`; likewise.
-        stored_picks, own_picks: int32 [tokens, picks] of the kernel above; picks: int32.
-        inverse_gain: fp32 [RANK]; constant: fp32 [RANK], added where HAS_CONSTANT.
+        output: fp16, bf16 or fp32 [tokens, heads, rank], contiguous; filled.
+        stored, own: of the same dtype, [tokens, heads or more, rank], with `token_stride` (int32); of a token without
+            such picks anything. `stored` is read where `has_stored`.
+        lse: fp32 [tokens, heads], contiguous; filled where `has_lse`.
+        of_stored, of_own: `Picked`, with `lse_stride` and rows of `picks` (int32); likewise.
+        inverse_gain: fp32 [rank]; constant: fp32 [rank], added where `has_constant`.
+        MERGE: `MergePicksConstants`.
     """
+    HEADS: tl.constexpr = MERGE.heads
+    RANK: tl.constexpr = MERGE.rank
+    HAS_STORED: tl.constexpr = MERGE.has_stored
+    HAS_LSE: tl.constexpr = MERGE.has_lse
     row, channel = tl.program_id(0).to(tl.int64), tl.arange(0, RANK)
     token, head = row // HEADS, row % HEADS
     at = token * token_stride + head * RANK + channel
-    has_own = tl.load(own_picks + token * picks) >= 0
+    has_own = tl.load(of_own.picks + token * picks) >= 0
     result = tl.where(has_own, tl.load(own + at).to(tl.float32), 0.0) * tl.load(inverse_gain + channel)
     if HAS_STORED or HAS_LSE:
-        whole = tl.where(has_own, tl.load(own_lse + token * lse_stride + head), NO_LSE)
+        whole = tl.where(has_own, tl.load(of_own.lse + token * lse_stride + head), NO_LSE)
     if HAS_STORED:
-        has_stored = tl.load(stored_picks + token * picks) >= 0
-        other_lse = tl.where(has_stored, tl.load(stored_lse + token * lse_stride + head), NO_LSE)
+        has_stored = tl.load(of_stored.picks + token * picks) >= 0
+        other_lse = tl.where(has_stored, tl.load(of_stored.lse + token * lse_stride + head), NO_LSE)
         maximum = tl.maximum(tl.maximum(whole, other_lse), -1.0e30)
         weight, other_weight = tl.exp(whole - maximum), tl.exp(other_lse - maximum)
         other = tl.where(has_stored, tl.load(stored + at).to(tl.float32), 0.0)
@@ -133,7 +157,7 @@ def _merge_picks_kernel(
         whole = maximum + tl.log(weight + other_weight)
     if HAS_LSE:
         tl.store(lse + row, whole)
-    if HAS_CONSTANT:
+    if MERGE.has_constant:
         result += tl.load(constant + channel)
     tl.store(output + row * RANK + channel, result.to(output.dtype.element_ty))
 
@@ -157,13 +181,9 @@ class MergePicksLaunch(Launch):
         has_lse: bool = False,
     ) -> None:
         rank = len(inverse_gain)
-        of_constant = inverse_gain if constant is None else constant
-        super().__init__(
-            _merge_picks_kernel,
-            Arguments(inverse_gain, of_constant, padded_heads * rank),
-            dict(HEADS=heads, RANK=rank, HAS_STORED=has_stored, HAS_CONSTANT=constant is not None, HAS_LSE=has_lse),
-            num_warps=2,
-        )
+        fixed = Arguments(inverse_gain, inverse_gain if constant is None else constant, padded_heads * rank)
+        merge = MergePicksConstants(heads, rank, has_stored, constant is not None, has_lse)
+        super().__init__(_merge_picks_kernel, fixed, dict(MERGE=merge), num_warps=2)
 
     @staticmethod
     def step(
@@ -173,7 +193,7 @@ class MergePicksLaunch(Launch):
         for mine, other in zip(stored, own, strict=True):
             assert mine.stride() == other.stride() and other.stride(1) == 1, (mine.stride(), other.stride())
         strides = (x.stride(0) for x in own)
-        return StepLaunch((tokens * heads, 1, 1), Arguments(*stored, *own, *strides))
+        return StepLaunch((tokens * heads, 1, 1), Arguments(Picked(*stored), Picked(*own), *strides))
 
 
 @triton.jit

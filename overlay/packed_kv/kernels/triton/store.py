@@ -18,17 +18,9 @@ from ..kernel_layout import KernelLayout, PackedVector, kernel_layout
 from .launch import Arguments, Launch, StepLaunch
 from .means import QUERY_ROWS, QueryConstants, Rotation, bias_of_rows
 from .quantize import Transform
+from .records import blocks, stride_of_heads
 from .rotate import QUERY_CHANNELS, QueryRotation, RotateStep, padded, rotate_rows
-from .store_section import (
-    StoreConstants,
-    StoreLayer,
-    Vectors,
-    blocks,
-    padded_groups,
-    rows_of,
-    store_section,
-    stride_of_heads,
-)
+from .store_section import StoreConstants, StoreLayer, Vectors, padded_groups, rows_of, store_section
 
 
 class PairConstants(NamedTuple):

@@ -21,7 +21,6 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import torch
 import triton
 import triton.language as tl
 
@@ -34,14 +33,6 @@ from .words import store_codes
 
 ROWS = 8
 """Groups of a program: one for every 4 lanes of its one warp."""
-
-
-class Blocks(NamedTuple):
-    """`pointer`: to uint8 [blocks, heads, tokens, bytes], pages or a ring; its strides in bytes, int32."""
-
-    pointer: Any
-    block_stride: Any
-    head_stride: Any
 
 
 class Vectors(NamedTuple):
@@ -110,16 +101,6 @@ def rows_of(layout: KernelLayout) -> int:
     """Rows of a program: a vector's section fits."""
     sections = (*layout.key_vector.sections, *layout.value_vector.sections)
     return max(ROWS, *(power_of_2(section.groups) for section in sections))
-
-
-def blocks(cache: torch.Tensor) -> Blocks:
-    """Pages or a ring as kernels take them: [blocks, heads, tokens, bytes], or without heads."""
-    return Blocks(cache, cache.stride(0), stride_of_heads(cache) if cache.ndim == 4 else 0)
-
-
-def stride_of_heads(x: torch.Tensor) -> int:
-    """The stride of dimension 1, the heads; 0 of one head: Triton 3.6 has no strides of 1 in a record."""
-    return x.stride(1) if x.shape[1] > 1 else 0
 
 
 padded_groups = triton.constexpr_function(power_of_2)
