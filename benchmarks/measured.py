@@ -402,7 +402,7 @@ SPECS: Mapping[str, Sequence[Spec]] = {
         Spec("startup", "release/startup.csv", {"caches": "caches", "torch_compile": "torch.compile",
              "dtype": "dtype"}, shows(STARTED)),
     ),
-    "docs/internals.md": (
+    "docs/lab/internals.md": (
         Spec("kernels-summary", "kernels.csv", KERNEL, MICROSECONDS, CASE, LONG | {"dtype": OURS, "kernel": ("cuda",)}),
         Spec("kernels", "kernels.csv", KERNEL, MICROSECONDS, CASE, {"spread": ("0",)}),
         Spec("kernels-h100", "h100/kernels.csv", KERNEL, MICROSECONDS, CASE),
@@ -441,6 +441,8 @@ SPECS: Mapping[str, Sequence[Spec]] = {
              prepare=behind("prompt", dtypes=(*OURS, "fp8"))),
         Spec("quality-tail", {f"{FOLDER}/calibrated.json": CALIBRATED}, TAIL, TAILS, ("prompt",),
              prepare=behind("prompt", dtypes=(*OURS, "fp8")), base=OF_FP8),
+    ),
+    "docs/lab/quality.md": (
         Spec("generate", BEHIND, KL, kl, ("text", "prompt"), prepare=behind("text", "prompt")),
         Spec("generate-tail", BEHIND, KL, TAILS, ("text", "prompt"),
              prepare=behind("text", "prompt"), base=OF_FP8 | {"setting": ""}),
