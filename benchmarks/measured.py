@@ -402,8 +402,10 @@ SPECS: Mapping[str, Sequence[Spec]] = {
         Spec("startup", "release/startup.csv", {"caches": "caches", "torch_compile": "torch.compile",
              "dtype": "dtype"}, shows(STARTED)),
     ),
-    "docs/lab/internals.md": (
+    "docs/kernels.md": (
         Spec("kernels-summary", "kernels.csv", KERNEL, MICROSECONDS, CASE, LONG | {"dtype": OURS, "kernel": ("cuda",)}),
+    ),
+    "docs/lab/internals.md": (
         Spec("kernels", "kernels.csv", KERNEL, MICROSECONDS, CASE, {"spread": ("0",)}),
         Spec("kernels-h100", "h100/kernels.csv", KERNEL, MICROSECONDS, CASE),
         Spec("columns", {"columns.csv": ""}, COLUMNS, MICROSECONDS, CASE, {"means": ("none",), "recent": ("0",),
