@@ -429,6 +429,8 @@ SPECS: Mapping[str, Sequence[Spec]] = {
              "vLLM": "vllm", "PyTorch": "torch", "commit": "commit"}), prepare=list),
     ),
     "docs/calibration.md": (
+    ),
+    "docs/lab/calibration.md": (
         Spec("generate-widths", {f"{FOLDER}/own-widths.json": "the dtype's widths", f"{FOLDER}/widths.json":
              "the file's"}, KL, kl, ("text", "prompt"), prepare=behind("text", "prompt")),
         Spec("generate-widths-planted", {f"{FOLDER}/own-widths.json": "the dtype's widths", f"{FOLDER}/widths.json":

@@ -76,7 +76,7 @@ def step() -> dict[str, object]:
     gpu, vllm, commit = made_by
     return {
         "source": f"benchmarks/results/release/decode.csv: one {gpu.removeprefix('NVIDIA ')}, vLLM {vllm}, 8B shape, "
-        f"commit {commit} (docs/commands.md)",
+        f"commit {commit} (docs/lab/commands.md)",
         "gpu": GPU, "fixed_ms": digits(fixed), "request_ms": digits(request),
         "collective_ms": digits(left / (2 * MODEL_8B["num_hidden_layers"])), "share": share,
     }  # fmt: skip
