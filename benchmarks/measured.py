@@ -345,13 +345,22 @@ SPECS: Mapping[str, Sequence[Spec]] = {
              prepare=behind("prompt", dtypes=(*OURS, "fp8"))),
     ),
     "docs/speed.md": (
-        Spec("speed-summary", "release/decode.csv", STEPS, STEP, CASE, LONG | {"dtype": ("auto", *OURS)}),
         Spec("steps", "release/decode.csv", STEPS, STEP, CASE, {"dtype": ("auto", "fp8", "tq4",
              "turboquant35", "tq3", "turboquant25")}),
-        Spec("steps-others", "release/decode.csv", STEPS, STEP, CASE, {"dtype": ("auto", *OTHERS)}),
-        Spec("steps-older", "decode.csv", STEPS, STEP, CASE, LONG | {"dtype": ("auto", "turboquant_4bit_nc")}),
         Spec("steps-h100", "release/h100/decode.csv", STEPS, STEP, CASE),
         Spec("prefill", "release/prefill.csv", {"dtype": "tokens/s, tokens:"}, TOKENS_S, ("tokens",)),
+        Spec("verify", "release/verify.csv", DRAFTS, STEP, CASE, {"model": ("8b",)}),
+        Spec("tensor-parallel", {"release/h100/decode.csv": "", "release/h100/tensor_parallel.csv": ""}, {"ranks":
+             "GPUs", "dtype": "ms"}, STEP, CASE, LONG | {"requests": ("32", "128", "8", "1"), "dtype": ("auto", "fp8",
+             "tq4")}),
+        Spec("gpt-oss", "release/h100/gpt_oss.csv", STEPS, STEP, CASE),
+        Spec("latent-steps", "release/glm_flash.csv", STEPS, STEP, CASE),
+        Spec("sparse-steps", "release/sparse.csv", ROPE_BITS, with_kernels, CASE, base=FP8_CACHE),
+        Spec("kimi-steps", "release/kimi_linear.csv", STEPS, STEP, CASE),
+    ),
+    "docs/lab/speed.md": (
+        Spec("steps-others", "release/decode.csv", STEPS, STEP, CASE, {"dtype": ("auto", *OTHERS)}),
+        Spec("steps-older", "decode.csv", STEPS, STEP, CASE, LONG | {"dtype": ("auto", "turboquant_4bit_nc")}),
         Spec("prefill-h100", "release/h100/prefill.csv", {"dtype": "tokens/s, tokens:"}, TOKENS_S, ("tokens",)),
         Spec("recent-window", "release/h100/recent_window.csv", {"dtype": "ms", "recent_tokens": "window"}, STEP, CASE,
              base={"recent_tokens": "0"}),
@@ -363,22 +372,14 @@ SPECS: Mapping[str, Sequence[Spec]] = {
         Spec("mixed-graphs-long", "mixed_graphs_32x8192.csv", MIXED, spread, ("prompt",), prepare=in_rounds, base=FULL),
         Spec("mixed-graphs-fp8", "mixed_graphs_fp8.csv", MIXED, spread, ("prompt",), prepare=in_rounds, base=FULL),
         Spec("mixed-kernels", "mixed_graphs.csv", MIXED, kernels, ("prompt",), prepare=in_rounds, base=FULL),
-        Spec("verify", "release/verify.csv", DRAFTS, STEP, CASE, {"model": ("8b",)}),
         Spec("verify-shapes", "release/h100/verify_shapes.csv", {"model": "shape"} |
              DRAFTS, STEP, CASE),
-        Spec("gpt-oss", "release/h100/gpt_oss.csv", STEPS, STEP, CASE),
-        Spec("latent-steps", "release/glm_flash.csv", STEPS, STEP, CASE),
         Spec("latent-steps-h100", "release/h100/glm_flash.csv", STEPS, STEP, CASE),
         Spec("latent-prefill", "release/glm_flash_prefill.csv", {"dtype": "tokens/s, tokens:"},
              TOKENS_S, ("tokens",)),
-        Spec("sparse-steps", "release/sparse.csv", ROPE_BITS, with_kernels, CASE, base=FP8_CACHE),
         Spec("sparse-prefill", "release/sparse_prefill.csv", ROPE_BITS | {"dtype": "tokens/s, tokens:"}, TOKENS_S,
              ("tokens",), base=FP8_CACHE),
-        Spec("kimi-steps", "release/kimi_linear.csv", STEPS, STEP, CASE),
         Spec("kimi-steps-h100", "release/h100/kimi_linear.csv", STEPS, STEP, CASE),
-        Spec("tensor-parallel", {"release/h100/decode.csv": "", "release/h100/tensor_parallel.csv": ""}, {"ranks":
-             "GPUs", "dtype": "ms"}, STEP, CASE, LONG | {"requests": ("32", "128", "8", "1"), "dtype": ("auto", "fp8",
-             "tq4")}),
         Spec("cpu", "cpu_engine.csv", {"what": "what", "dtype": "dtype"}, {"ms": text("ms"),
              "prompt tokens/s": text("tokens_a_second"), "ratio": text("ratio", ".2f")}, where={"cpu": ("AMD EPYC",),
              "cpu_ms": ("",), "reference_ms": ("",)}),
@@ -500,7 +501,7 @@ APART = {
     "steps-older": "wants FlashAttention 2, which the release's environment lacked",
     "prefixes": "minutes of a server per dtype", "contexts": "needs host memory and a disk", "peers": "several GPUs",
 }  # fmt: skip
-"""Table of docs/speed.md or docs/server.md -> why its rows are not the release's."""
+"""Table of the pages on speed and servers, or of theirs in docs/lab -> why its rows are not the release's."""
 SEVERAL = ("steps-older", "contexts")
 """Tables of these pages that may have rows of several commits or cards until their parts are measured again, or because
 each row is an engine of its own setting. All others have one commit, card and environment."""
@@ -513,7 +514,8 @@ def made_with(rows: Iterable[Row]) -> set[tuple[str, ...]]:
 
 
 def older(specs: Sequence[Spec], up: str) -> str:
-    """The table of a page's tables that the release did not measure: on what they were, and why they are not of it."""
+    """The table of those tables of a page and of its page in docs/lab that the release did not measure: on what they were,
+    and why they are not of it."""
     lines: dict[tuple[str, str], list[Row]] = {}
     for spec in specs:
         rows = spec.rows()
@@ -556,7 +558,7 @@ def made() -> dict[Path, str]:
         blocks = {spec.name: spec.block(up) for spec in specs}
         blocks |= {marker: make(up) for marker, make in GENERATED.get(name, {}).items()}
         if f"<!-- measured: {OLDER} -->" in text:
-            blocks[OLDER] = older(specs, up)
+            blocks[OLDER] = older([*SPECS.get(name.replace("/lab/", "/"), ()), *specs], up)
         markers = [match[2] for match in MARKED.finditer(text)]
         if sorted(markers) != sorted(blocks):
             raise ValueError(f"{name}: markers {sorted(markers)}, but tables {sorted(blocks)}")
