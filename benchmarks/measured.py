@@ -390,13 +390,15 @@ SPECS: Mapping[str, Sequence[Spec]] = {
     "docs/server.md": (
         Spec("agents", "agents.csv", {"dtype": "24 agents, 12 GB of KV cache"}, AGENTS, prepare=in_modes),
         Spec("throughput", "release/throughput.csv", {"dtype": "20 GB of KV cache"}, WAVE),
-        Spec("throughput-h100", "release/h100/throughput.csv", {"dtype": "20 GB of KV cache"}, WAVE),
         Spec("server-summary", "release/serve_96.csv", {"dtype": "96 requests at once"}, SERVED),
+        Spec("prefixes", "prefixes.csv", OPTIONS, HITS, prepare=last_options),
+    ),
+    "docs/lab/server.md": (
+        Spec("throughput-h100", "release/h100/throughput.csv", {"dtype": "20 GB of KV cache"}, WAVE),
         Spec("server", SERVER, {"concurrency": "requests at once", "dtype": "dtype"}, SERVED),
         Spec("server-settings", {"release/async.csv": "", "release/serve_96.csv": "", SERVER: ""}, OPTIONS,
              {"output tokens/s": text("output_tokens_s", ",.0f"), "TTFT, ms": text("p50_ttft_ms", ",.0f"),
               "TPOT, ms": text("p50_tpot_ms", ".1f")}, where={"concurrency": ("96",)}, prepare=last_options),
-        Spec("prefixes", "prefixes.csv", OPTIONS, HITS, prepare=last_options),
         Spec("contexts", "offload_contexts.csv", {"dtype": "ms", "block": "tokens of a block"}, text("p50_ms",
              ".0f"), ("source",)),
         Spec("peers", "peers.csv", {"dtype": "dtype", "prefill_ranks": "ranks", "decode_ranks": "to"}, PEERS),
@@ -438,6 +440,8 @@ SPECS: Mapping[str, Sequence[Spec]] = {
              "the file's"}, TASKS, text("shown"), ("dtype",), prepare=tasks),
     ),
     "docs/reliability.md": (
+    ),
+    "docs/lab/reliability.md": (
         Spec("soak-restarts", {"soak_restarts_h200.json": "H200", "soak_restarts_cpu.json": "CPU"},
              {"model": "model", "setting": "on", "dtype": "dtype"}, shows(SOAKED), prepare=list),
     ),
@@ -490,7 +494,11 @@ SPECS: Mapping[str, Sequence[Spec]] = {
     ),
 }  # fmt: skip
 """Page -> its tables."""
-GENERATED: Mapping[str, Mapping[str, Callable[[str], str]]] = {"docs/cards.md": cards.TABLES}
+CARDS_PAGE = ("card-generations", "card-reports", "card-fits-8b")
+GENERATED: Mapping[str, Mapping[str, Callable[[str], str]]] = {
+    "docs/cards.md": {name: make for name, make in cards.TABLES.items() if name in CARDS_PAGE},
+    "docs/lab/cards.md": {name: make for name, make in cards.TABLES.items() if name not in CARDS_PAGE},
+}
 """Page -> marker -> what makes a table that is not one of rows alone."""
 
 
