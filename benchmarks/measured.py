@@ -522,7 +522,7 @@ def made_with(rows: Iterable[Row]) -> set[tuple[str, ...]]:
 
 
 def older(specs: Sequence[Spec], up: str) -> str:
-    """The table of those tables of a page and of its page in docs/lab that the release did not measure: on what they were,
+    """The table of tables of a page and of its page in docs/lab that the release did not measure: on what they were,
     and why they are not of it."""
     lines: dict[tuple[str, str], list[Row]] = {}
     for spec in specs:

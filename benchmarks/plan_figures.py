@@ -30,8 +30,8 @@ KL_SOURCE = ("docs/lab/quality.md: SmolLM2-135M on one H200, decoded token by to
              "(fp8-storage); what was not run there: docs/lab/quality.md, on a CPU")  # fmt: skip
 LATENTS_SOURCE = ("docs/lab/quality.md: mla-demo, a small model with DeepSeek-V3's latents, on a CPU, by the codec; in "
                   "units of what fp8 costs there")  # fmt: skip
-RECALL_SOURCE = ("docs/lab/quality.md: of {} numbers far back in 7,500 tokens that bf16 answers, SmolLM2-135M on one {}, "
-                 "window of 64")  # fmt: skip
+RECALL_SOURCE = ("docs/lab/quality.md: of {} numbers far back in 7,500 tokens that bf16 answers, SmolLM2-135M on one "
+                 "{}, window of 64")  # fmt: skip
 
 
 def content() -> str:

@@ -90,7 +90,7 @@ def column(page: str, title: str) -> dict[str, str]:
 def test_readme_choose_and_formats_have_the_same_figures() -> None:
     formats = column("docs/formats.md", "bf16 / slot")
     for page in ("README.md", "docs/choose.md"):
-        shown = column(page, "KV tokens, × bf16")
+        shown = column(page, "KV tokens, \N{MULTIPLICATION SIGN} bf16")
         assert {"tq4", "turboquant35", "turboquant25"} <= shown.keys()
         assert shown.items() <= formats.items()
     bits = column("docs/choose.md", "bits per channel")
