@@ -345,13 +345,22 @@ SPECS: Mapping[str, Sequence[Spec]] = {
              prepare=behind("prompt", dtypes=(*OURS, "fp8"))),
     ),
     "docs/speed.md": (
-        Spec("speed-summary", "release/decode.csv", STEPS, STEP, CASE, LONG | {"dtype": ("auto", *OURS)}),
         Spec("steps", "release/decode.csv", STEPS, STEP, CASE, {"dtype": ("auto", "fp8", "tq4",
              "turboquant35", "tq3", "turboquant25")}),
-        Spec("steps-others", "release/decode.csv", STEPS, STEP, CASE, {"dtype": ("auto", *OTHERS)}),
-        Spec("steps-older", "decode.csv", STEPS, STEP, CASE, LONG | {"dtype": ("auto", "turboquant_4bit_nc")}),
         Spec("steps-h100", "release/h100/decode.csv", STEPS, STEP, CASE),
         Spec("prefill", "release/prefill.csv", {"dtype": "tokens/s, tokens:"}, TOKENS_S, ("tokens",)),
+        Spec("verify", "release/verify.csv", DRAFTS, STEP, CASE, {"model": ("8b",)}),
+        Spec("tensor-parallel", {"release/h100/decode.csv": "", "release/h100/tensor_parallel.csv": ""}, {"ranks":
+             "GPUs", "dtype": "ms"}, STEP, CASE, LONG | {"requests": ("32", "128", "8", "1"), "dtype": ("auto", "fp8",
+             "tq4")}),
+        Spec("gpt-oss", "release/h100/gpt_oss.csv", STEPS, STEP, CASE),
+        Spec("latent-steps", "release/glm_flash.csv", STEPS, STEP, CASE),
+        Spec("sparse-steps", "release/sparse.csv", ROPE_BITS, with_kernels, CASE, base=FP8_CACHE),
+        Spec("kimi-steps", "release/kimi_linear.csv", STEPS, STEP, CASE),
+    ),
+    "docs/lab/speed.md": (
+        Spec("steps-others", "release/decode.csv", STEPS, STEP, CASE, {"dtype": ("auto", *OTHERS)}),
+        Spec("steps-older", "decode.csv", STEPS, STEP, CASE, LONG | {"dtype": ("auto", "turboquant_4bit_nc")}),
         Spec("prefill-h100", "release/h100/prefill.csv", {"dtype": "tokens/s, tokens:"}, TOKENS_S, ("tokens",)),
         Spec("recent-window", "release/h100/recent_window.csv", {"dtype": "ms", "recent_tokens": "window"}, STEP, CASE,
              base={"recent_tokens": "0"}),
@@ -363,22 +372,14 @@ SPECS: Mapping[str, Sequence[Spec]] = {
         Spec("mixed-graphs-long", "mixed_graphs_32x8192.csv", MIXED, spread, ("prompt",), prepare=in_rounds, base=FULL),
         Spec("mixed-graphs-fp8", "mixed_graphs_fp8.csv", MIXED, spread, ("prompt",), prepare=in_rounds, base=FULL),
         Spec("mixed-kernels", "mixed_graphs.csv", MIXED, kernels, ("prompt",), prepare=in_rounds, base=FULL),
-        Spec("verify", "release/verify.csv", DRAFTS, STEP, CASE, {"model": ("8b",)}),
         Spec("verify-shapes", "release/h100/verify_shapes.csv", {"model": "shape"} |
              DRAFTS, STEP, CASE),
-        Spec("gpt-oss", "release/h100/gpt_oss.csv", STEPS, STEP, CASE),
-        Spec("latent-steps", "release/glm_flash.csv", STEPS, STEP, CASE),
         Spec("latent-steps-h100", "release/h100/glm_flash.csv", STEPS, STEP, CASE),
         Spec("latent-prefill", "release/glm_flash_prefill.csv", {"dtype": "tokens/s, tokens:"},
              TOKENS_S, ("tokens",)),
-        Spec("sparse-steps", "release/sparse.csv", ROPE_BITS, with_kernels, CASE, base=FP8_CACHE),
         Spec("sparse-prefill", "release/sparse_prefill.csv", ROPE_BITS | {"dtype": "tokens/s, tokens:"}, TOKENS_S,
              ("tokens",), base=FP8_CACHE),
-        Spec("kimi-steps", "release/kimi_linear.csv", STEPS, STEP, CASE),
         Spec("kimi-steps-h100", "release/h100/kimi_linear.csv", STEPS, STEP, CASE),
-        Spec("tensor-parallel", {"release/h100/decode.csv": "", "release/h100/tensor_parallel.csv": ""}, {"ranks":
-             "GPUs", "dtype": "ms"}, STEP, CASE, LONG | {"requests": ("32", "128", "8", "1"), "dtype": ("auto", "fp8",
-             "tq4")}),
         Spec("cpu", "cpu_engine.csv", {"what": "what", "dtype": "dtype"}, {"ms": text("ms"),
              "prompt tokens/s": text("tokens_a_second"), "ratio": text("ratio", ".2f")}, where={"cpu": ("AMD EPYC",),
              "cpu_ms": ("",), "reference_ms": ("",)}),
@@ -389,21 +390,25 @@ SPECS: Mapping[str, Sequence[Spec]] = {
     "docs/server.md": (
         Spec("agents", "agents.csv", {"dtype": "24 agents, 12 GB of KV cache"}, AGENTS, prepare=in_modes),
         Spec("throughput", "release/throughput.csv", {"dtype": "20 GB of KV cache"}, WAVE),
-        Spec("throughput-h100", "release/h100/throughput.csv", {"dtype": "20 GB of KV cache"}, WAVE),
         Spec("server-summary", "release/serve_96.csv", {"dtype": "96 requests at once"}, SERVED),
+        Spec("prefixes", "prefixes.csv", OPTIONS, HITS, prepare=last_options),
+    ),
+    "docs/lab/server.md": (
+        Spec("throughput-h100", "release/h100/throughput.csv", {"dtype": "20 GB of KV cache"}, WAVE),
         Spec("server", SERVER, {"concurrency": "requests at once", "dtype": "dtype"}, SERVED),
         Spec("server-settings", {"release/async.csv": "", "release/serve_96.csv": "", SERVER: ""}, OPTIONS,
              {"output tokens/s": text("output_tokens_s", ",.0f"), "TTFT, ms": text("p50_ttft_ms", ",.0f"),
               "TPOT, ms": text("p50_tpot_ms", ".1f")}, where={"concurrency": ("96",)}, prepare=last_options),
-        Spec("prefixes", "prefixes.csv", OPTIONS, HITS, prepare=last_options),
         Spec("contexts", "offload_contexts.csv", {"dtype": "ms", "block": "tokens of a block"}, text("p50_ms",
              ".0f"), ("source",)),
         Spec("peers", "peers.csv", {"dtype": "dtype", "prefill_ranks": "ranks", "decode_ranks": "to"}, PEERS),
         Spec("startup", "release/startup.csv", {"caches": "caches", "torch_compile": "torch.compile",
              "dtype": "dtype"}, shows(STARTED)),
     ),
-    "docs/internals.md": (
+    "docs/kernels.md": (
         Spec("kernels-summary", "kernels.csv", KERNEL, MICROSECONDS, CASE, LONG | {"dtype": OURS, "kernel": ("cuda",)}),
+    ),
+    "docs/lab/internals.md": (
         Spec("kernels", "kernels.csv", KERNEL, MICROSECONDS, CASE, {"spread": ("0",)}),
         Spec("kernels-h100", "h100/kernels.csv", KERNEL, MICROSECONDS, CASE),
         Spec("columns", {"columns.csv": ""}, COLUMNS, MICROSECONDS, CASE, {"means": ("none",), "recent": ("0",),
@@ -427,12 +432,16 @@ SPECS: Mapping[str, Sequence[Spec]] = {
              "vLLM": "vllm", "PyTorch": "torch", "commit": "commit"}), prepare=list),
     ),
     "docs/calibration.md": (
+    ),
+    "docs/lab/calibration.md": (
         Spec("generate-widths", {f"{FOLDER}/own-widths.json": "the dtype's widths", f"{FOLDER}/widths.json":
              "the file's"}, KL, kl, ("text", "prompt"), prepare=behind("text", "prompt")),
         Spec("generate-widths-planted", {f"{FOLDER}/own-widths.json": "the dtype's widths", f"{FOLDER}/widths.json":
              "the file's"}, TASKS, text("shown"), ("dtype",), prepare=tasks),
     ),
     "docs/reliability.md": (
+    ),
+    "docs/lab/reliability.md": (
         Spec("soak-restarts", {"soak_restarts_h200.json": "H200", "soak_restarts_cpu.json": "CPU"},
              {"model": "model", "setting": "on", "dtype": "dtype"}, shows(SOAKED), prepare=list),
     ),
@@ -441,6 +450,8 @@ SPECS: Mapping[str, Sequence[Spec]] = {
              prepare=behind("prompt", dtypes=(*OURS, "fp8"))),
         Spec("quality-tail", {f"{FOLDER}/calibrated.json": CALIBRATED}, TAIL, TAILS, ("prompt",),
              prepare=behind("prompt", dtypes=(*OURS, "fp8")), base=OF_FP8),
+    ),
+    "docs/lab/quality.md": (
         Spec("generate", BEHIND, KL, kl, ("text", "prompt"), prepare=behind("text", "prompt")),
         Spec("generate-tail", BEHIND, KL, TAILS, ("text", "prompt"),
              prepare=behind("text", "prompt"), base=OF_FP8 | {"setting": ""}),
@@ -483,7 +494,11 @@ SPECS: Mapping[str, Sequence[Spec]] = {
     ),
 }  # fmt: skip
 """Page -> its tables."""
-GENERATED: Mapping[str, Mapping[str, Callable[[str], str]]] = {"docs/cards.md": cards.TABLES}
+CARDS_PAGE = ("card-generations", "card-reports", "card-fits-8b")
+GENERATED: Mapping[str, Mapping[str, Callable[[str], str]]] = {
+    "docs/cards.md": {name: make for name, make in cards.TABLES.items() if name in CARDS_PAGE},
+    "docs/lab/cards.md": {name: make for name, make in cards.TABLES.items() if name not in CARDS_PAGE},
+}
 """Page -> marker -> what makes a table that is not one of rows alone."""
 
 
@@ -494,7 +509,7 @@ APART = {
     "steps-older": "wants FlashAttention 2, which the release's environment lacked",
     "prefixes": "minutes of a server per dtype", "contexts": "needs host memory and a disk", "peers": "several GPUs",
 }  # fmt: skip
-"""Table of docs/speed.md or docs/server.md -> why its rows are not the release's."""
+"""Table of the pages on speed and servers, or of theirs in docs/lab -> why its rows are not the release's."""
 SEVERAL = ("steps-older", "contexts")
 """Tables of these pages that may have rows of several commits or cards until their parts are measured again, or because
 each row is an engine of its own setting. All others have one commit, card and environment."""
@@ -507,7 +522,8 @@ def made_with(rows: Iterable[Row]) -> set[tuple[str, ...]]:
 
 
 def older(specs: Sequence[Spec], up: str) -> str:
-    """The table of a page's tables that the release did not measure: on what they were, and why they are not of it."""
+    """The table of tables of a page and of its page in docs/lab that the release did not measure: on what they were,
+    and why they are not of it."""
     lines: dict[tuple[str, str], list[Row]] = {}
     for spec in specs:
         rows = spec.rows()
@@ -550,7 +566,7 @@ def made() -> dict[Path, str]:
         blocks = {spec.name: spec.block(up) for spec in specs}
         blocks |= {marker: make(up) for marker, make in GENERATED.get(name, {}).items()}
         if f"<!-- measured: {OLDER} -->" in text:
-            blocks[OLDER] = older(specs, up)
+            blocks[OLDER] = older([*SPECS.get(name.replace("/lab/", "/"), ()), *specs], up)
         markers = [match[2] for match in MARKED.finditer(text)]
         if sorted(markers) != sorted(blocks):
             raise ValueError(f"{name}: markers {sorted(markers)}, but tables {sorted(blocks)}")

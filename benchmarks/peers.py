@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Disaggregated prefill over NIXL between engines of this host: the figures of docs/disaggregated.md.
+"""Disaggregated prefill over NIXL between engines of this host: the figures of docs/lab/disaggregated.md.
 
     python benchmarks/peers.py isoquant4 isoquant4:1:2 turboquant25:2:1    # demo model, CPU
     python benchmarks/peers.py --devices 2 --shape 8b --dtype bfloat16 --tokens 10240 \\

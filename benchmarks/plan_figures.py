@@ -26,12 +26,12 @@ BF16_AND_FP8: dict[str, float] = {"bf16": 0, "fp8": 1}
 SETTINGS = {("window", "calibrated"): CALIBRATED, ("window", "uncalibrated"): UNCALIBRATED,
             ("no_window", "calibrated"): NO_WINDOW, ("no_window", "uncalibrated"): ""}  # fmt: skip
 """Key of a table of KL -> its setting in `TEXT`; "" was not run on the H200."""
-KL_SOURCE = ("docs/quality.md: SmolLM2-135M on one H200, decoded token by token, in units of fp8's rounding "
-             "(fp8-storage); what was not run there: docs/quality.md, on a CPU")  # fmt: skip
-LATENTS_SOURCE = ("docs/quality.md: mla-demo, a small model with DeepSeek-V3's latents, on a CPU, by the codec; in "
+KL_SOURCE = ("docs/lab/quality.md: SmolLM2-135M on one H200, decoded token by token, in units of fp8's rounding "
+             "(fp8-storage); what was not run there: docs/lab/quality.md, on a CPU")  # fmt: skip
+LATENTS_SOURCE = ("docs/lab/quality.md: mla-demo, a small model with DeepSeek-V3's latents, on a CPU, by the codec; in "
                   "units of what fp8 costs there")  # fmt: skip
-RECALL_SOURCE = ("docs/quality.md: of {} numbers far back in 7,500 tokens that bf16 answers, SmolLM2-135M on one {}, "
-                 "window of 64")  # fmt: skip
+RECALL_SOURCE = ("docs/lab/quality.md: of {} numbers far back in 7,500 tokens that bf16 answers, SmolLM2-135M on one "
+                 "{}, window of 64")  # fmt: skip
 
 
 def content() -> str:
@@ -76,7 +76,7 @@ def step() -> dict[str, object]:
     gpu, vllm, commit = made_by
     return {
         "source": f"benchmarks/results/release/decode.csv: one {gpu.removeprefix('NVIDIA ')}, vLLM {vllm}, 8B shape, "
-        f"commit {commit} (docs/commands.md)",
+        f"commit {commit} (docs/lab/commands.md)",
         "gpu": GPU, "fixed_ms": digits(fixed), "request_ms": digits(request),
         "collective_ms": digits(left / (2 * MODEL_8B["num_hidden_layers"])), "share": share,
     }  # fmt: skip

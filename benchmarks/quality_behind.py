@@ -1,4 +1,4 @@
-"""KL divergence and planted numbers behind prompts of SmolLM2, with a calibration file and without: docs/quality.md.
+"""KL divergence and planted numbers behind prompts of SmolLM2, calibrated and not: docs/lab/quality.md.
 
     python benchmarks/quality_behind.py --inputs FOLDER --dtypes calibrated uncalibrated --out DIR
 

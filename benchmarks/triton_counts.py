@@ -4,7 +4,7 @@
 
 Each variant is compiled for each architecture by the compiler that comes with Triton, and the machine code is read: the
 instructions on the usual path of the loop over pages, which handles a tile of 32 tokens of one KV head, by the pipe
-that they take. docs/cards.md holds them against the bytes that memory brings.
+that they take. docs/lab/cards.md holds them against the bytes that memory brings.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Measure the error of the codes and dtypes, beside other codes of equal or larger size.
 
-Relative MSE |x - x'|^2 / |x|^2 at head_dim 128. `--markdown` prints the tables of docs/formats.md. Codebooks of the
+Relative MSE |x - x'|^2 / |x|^2 at head_dim 128. `--markdown` prints the tables of docs/lab/formats.md. Codebooks of the
 other codes are fitted to the measured vectors themselves, so no other training set can improve them.
 """
 
@@ -233,7 +233,7 @@ def print_table(header: Iterable[str], rows: Iterable[Iterable[str]], markdown: 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--vectors", type=int, default=8192, help="number of vectors (default 8192)")
-    parser.add_argument("--markdown", action="store_true", help="print the tables of docs/formats.md")
+    parser.add_argument("--markdown", action="store_true", help="print the tables of docs/lab/formats.md")
     options = parser.parse_args()
 
     print(f"{options.vectors} vectors of {HEAD_DIM} channels, PyTorch {torch.__version__}, {platform.machine()}\n")

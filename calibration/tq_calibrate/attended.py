@@ -2,9 +2,9 @@
 
 An error e of key j moves a score of query i by q_i . e, and the attention's output o_i by about p_ij (q_i . e) (v_j -
 o_i), where p_ij is the attention weight of the pair. The weight of a key is the sum of p_ij^2 over queries; v_j - o_i
-makes no measurable difference (docs/tried.md). In most layers a few keys (of delimiters, say) have most of the weight,
-and they differ from the mean of all keys: so K's means and variances are weighed by it. The same sum over keys is the
-weight of a query, by which its squares count where the channels' scales are chosen.
+makes no measurable difference (docs/lab/tried.md). In most layers a few keys (of delimiters, say) have most of the
+weight, and they differ from the mean of all keys: so K's means and variances are weighed by it. The same sum over keys
+is the weight of a query, by which its squares count where the channels' scales are chosen.
 
 Keys nearer than `NEAR` are left out: the recent window holds them raw, and they would outweigh all others.
 """

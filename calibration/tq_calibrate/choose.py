@@ -28,7 +28,7 @@ from .scales import channel_scale
 from .statistics import LayerStatistics
 
 NOISE_OF_A_BIT = 1 / 4
-"""Ratio of squared errors with and without one more bit (docs/formats.md: 0.24, from 2 to 3 and from 3 to 4 bits)."""
+"""Ratio of squared errors with and without one more bit (docs/lab/formats.md: 0.24, from 2 to 3 and 3 to 4 bits)."""
 LEAST_GAIN = 1e-9
 """Exchanges that lower J by a smaller fraction are rounding."""
 FLOOR = 1e-9

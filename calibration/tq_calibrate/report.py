@@ -22,7 +22,7 @@ PAGE = """<!doctype html>
 <h1>{title}</h1>
 <p>Size of each channel on a logarithmic scale: the mean of K over the text, which is not stored, and root mean squares
 of what turboquant stores: K (after norm and RoPE) less its mean, and V, both scaled. Dots mark the outlier channels,
-which get a bit more. docs/calibration.md of packed-kv says how they are chosen.</p>
+which get a bit more. docs/lab/calibration.md of packed-kv says how they are chosen.</p>
 <pre>{summary}</pre>
 {layers}
 </html>

@@ -5,7 +5,8 @@ error is a section's noise times the squared sum of sqrt(weight * energy) over i
 that cost: groups of costly channels get more bits, groups of cheap ones fewer, with as many bytes in all. Each
 group is rotated on its own, so that its noise stays its own.
 
-Here queries count by their attention to distant keys: unequal widths gain more by it than equal ones (docs/tried.md).
+Here queries count by their attention to distant keys: unequal widths gain more by it than equal ones
+(docs/lab/tried.md).
 """
 
 from __future__ import annotations

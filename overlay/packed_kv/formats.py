@@ -44,7 +44,7 @@ class Code(NamedTuple):
     a group, the search on the decoded group starts at b - above or later and finds b again (docs/formats.md)."""
     value_gain: float
     """Factor on V when it is read, to offset the quantizer's shrinkage: a code of least squared error gives back
-    vectors that are shorter along the original, by its error (docs/formats.md, section 8: 0.6, 2.6 and 10.7 %).
+    vectors that are shorter along the original, by its error (docs/lab/formats.md, section 8: 0.6, 2.6 and 10.7 %).
     Attention averages V over tokens: noise averages out, a common factor does not. The writer leaves V as it is, so
     that one stored vector can serve as K and as V: that is what version 3 changed."""
     unit: float

@@ -347,7 +347,7 @@ def ring_slot_bytes(head_dim: int, vectors: int = len(PAIR)) -> int:
 
 
 RECENT_TOKENS = 64
-"""Tokens of the recent window by default; docs/quality.md has the figures by window."""
+"""Tokens of the recent window by default; docs/lab/quality.md has the figures by window."""
 MEAN_BLOCK = 512
 """Positions that share a mean of K (`codecs/rope.py`); a multiple of 32. Another number is another format."""
 RING_BLOCK_SIZES = (16, 8, 4, 2, 1)

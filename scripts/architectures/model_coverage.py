@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Test which architectures of vLLM a packed dtype serves: the table of docs/models.md.
+"""Test which architectures of vLLM a packed dtype serves: the table of docs/lab/models.md.
 
 Each architecture runs as a tiny random model in a process of its own, in bf16 (`auto`) and then with the packed dtype:
 4 prompts of 200 random tokens in chunks of 64, then 24 greedy tokens each; on a GPU with CUDA graphs for decodes. A

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""KV tokens that `packed-kv plan` predicts, against vLLM's own count: the table of docs/commands.md.
+"""KV tokens that `packed-kv plan` predicts, against vLLM's own count: the table of docs/lab/commands.md.
 
     python scripts/architectures/plan_tokens.py  # without a start: vLLM builds the layers and plans their cache
     python scripts/architectures/plan_tokens.py --start  # engines that start, in their own processes; two ranks, too

@@ -1,4 +1,4 @@
-"""docs/cards.md: its states, the reports that it takes, its commands, and its shapes."""
+"""docs/cards.md and docs/lab/cards.md: their states, the reports that it takes, its commands, and its shapes."""
 
 from __future__ import annotations
 
@@ -100,8 +100,8 @@ def test_a_row_is_what_its_command_says(
     shape: str, card: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(REPO)
-    line = next(line for line in (REPO / "docs" / "cards.md").read_text().splitlines()
-                if f"shapes/{shape} --gpu {card} " in line)  # fmt: skip
+    pages = "".join((REPO / "docs" / name).read_text() for name in ("cards.md", "lab/cards.md"))
+    line = next(line for line in pages.splitlines() if f"shapes/{shape} --gpu {card} " in line)
     asked, *cells = (cell.strip() for cell in line.strip("|").split("|"))
     assert plan.main([*asked.strip("`").split()[2:], "--json"]) == 0
     found = {one["dtype"]: one for one in json.loads(capsys.readouterr().out)["dtypes"]}

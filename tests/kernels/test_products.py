@@ -1,7 +1,7 @@
 """Machine code of products over latents: next to nothing is spilled, and no product waits for the one before it.
 
 ptxas lets each product of a warpgroup wait for the one before it where registers do not suffice, and says so only with
-`-v`: attention over picked rows of 64 heads then took 71 us a layer for 50 (docs/tried.md).
+`-v`: attention over picked rows of 64 heads then took 71 us a layer for 50 (docs/lab/tried.md).
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ import pytest
 from checkout import REPO
 from coverage_models import MODELS
 
-PAGE = REPO / "docs" / "models.md"
+PAGE = REPO / "docs" / "lab" / "models.md"
 RESULTS = REPO / "benchmarks" / "results" / "models.json"
 SERVED = {
     "Qwen3NextForCausalLM": {"full", "state (gdn)"},

@@ -5,7 +5,7 @@
 
 On 2 GPUs; pp and dp on a CPU, too. Both engines run at once, in processes of their own, on the demo model; for decode
 context parallelism, which needs more ranks than KV heads, with its first KV head alone. `latent-dcp`: on
-models/mla-demo, whose latents are one KV head, calibrated. docs/parallel.md has the figures.
+models/mla-demo, whose latents are one KV head, calibrated. docs/lab/parallel.md has the figures.
 """
 
 from __future__ import annotations

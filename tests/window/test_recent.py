@@ -25,7 +25,7 @@ TEXT = topics["assignment"] + topics["class"]
 def test_nearest_tokens_cost_most(demo_model: str) -> None:
     """The default window takes nine tenths off the cost, and a longer one more. Rings are as large as they say.
 
-    docs/quality.md has a real model's figures.
+    docs/lab/quality.md has a real model's figures.
     """
     with engine(demo_model, "auto") as llm:
         token_ids = llm.get_tokenizer().encode(TEXT)[:400]

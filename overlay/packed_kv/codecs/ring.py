@@ -6,7 +6,7 @@ A value is `code * scale / 128`: the code a signed byte of -127 .. 127, the scal
     scale  byte of fp16(absmax * fp32(128 / 127)), its 3 mantissa bits rounded up, at most MAX_SCALE_BYTE
     code   x * fp32(1 / (scale / 128)), rounded half to even, clamped to +-127; 0 where the scale is 0
 
-`layout.py` draws a slot. On real keys and values 8 such bits cost as much as 16 (docs/tried.md).
+`layout.py` draws a slot. On real keys and values 8 such bits cost as much as 16 (docs/lab/tried.md).
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 vLLM makes a `PackedStats` for each engine in the process that serves (entry point `vllm.stat_logger_plugins`) and hands
 it each step's statistics, which it has made anyway: nothing is asked of the device, and nothing is done in a layer.
-docs/commands.md has the metrics, and where vLLM calls this.
+docs/commands.md has the metrics, docs/lab/commands.md where vLLM calls this.
 """
 
 from __future__ import annotations

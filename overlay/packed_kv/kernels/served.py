@@ -20,7 +20,7 @@ CUDA, TRITON, CPP, PYTORCH = "CUDA", "Triton", "C++", "PyTorch"
 TRITON_COLUMNS = 64
 """Query heads of a KV head times query tokens of a request that the Triton kernel serves. It decodes a request's pages
 again for every tile of them; the prefill route does it once, but through memory. In tiles of 8 the kernel wins at every
-shape measured with 64 columns, with 128 no longer (docs/tried.md). The CUDA kernel, which decodes them once for 64
+shape measured with 64 columns, with 128 no longer (docs/lab/tried.md). The CUDA kernel, which decodes them once for 64
 columns, takes more (`kernels.cuda.longest_query`). The C++ kernel takes as many as Triton's."""
 ANY = 1 << 30
 """Query tokens of any step: there is no limit."""

@@ -4,7 +4,7 @@ Memory is what `nvidia-smi` reports, below what a datasheet calls GB: H200 in be
 of Hopper, Ampere and Ada as listed at https://thundergolfer.com/blog/nvidia-gpu-memory-capacity, H20, Blackwell
 and GeForce from reports of `nvidia-smi`; GB10 shares its host's memory, of which PyTorch reports this. Bandwidth is
 the peak of NVIDIA's datasheets, compute capability as at https://developer.nvidia.com/cuda-gpus. SMs, boost clocks and
-rates of tensor cores are from NVIDIA's datasheets and white papers; only docs/cards.md is made from them.
+rates of tensor cores are from NVIDIA's datasheets and white papers; only docs/lab/cards.md is made from them.
 """
 
 from __future__ import annotations

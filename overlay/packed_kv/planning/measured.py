@@ -46,7 +46,7 @@ def rate(dtype: str, card: Card) -> float:
 
     A dtype has its share of the card's bandwidth. Only the H100's steps were measured, too: it has the H200's SMs,
     and instructions bound the narrow dtypes, so it is taken to read as many bytes as the H200, up to
-    bf16's share of its bandwidth (docs/commands.md has the errors). Not where another bandwidth was given.
+    bf16's share of its bandwidth (docs/lab/commands.md has the errors). Not where another bandwidth was given.
     """
     share = STEP["share"]
     if not is_measured_h100(card):

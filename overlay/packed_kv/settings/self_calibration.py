@@ -2,8 +2,9 @@
 
 Not by the engine itself: when its model is loaded its layers have their codecs (made in `Attention.__init__`), vLLM
 runs the model before serving only without attention or over pages of these codecs, and no plugin is asked in between;
-docs/calibration.md names the places. So `tq-calibrate --engine vllm` runs first, in a process that takes the devices'
-memory with it when it ends. The engine core does so, before it starts its workers; these are told the file's path.
+docs/lab/calibration.md names the places. So `tq-calibrate --engine vllm` runs first, in a process that takes the
+devices' memory with it when it ends. The engine core does so, before it starts its workers; these are told the file's
+path.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ RUN_TILES = 2
 """Cost of a run besides its tiles, in tiles."""
 LEAST_SIZE, SIZE_RATIO = 64, 4
 """Requests that the smallest variant of the kernel has room for, and how many times as many the next one has. A variant
-for 4,096 takes 19 to 45 us for up to 64 requests, one for 64 takes 4 to 7 (docs/tried.md)."""
+for 4,096 takes 19 to 45 us for up to 64 requests, one for 64 takes 4 to 7 (docs/lab/tried.md)."""
 SEARCH_STEPS = 16
 """Halvings in the search for the size of equal parts: requests have up to 65536 tiles more than a partition."""
 

@@ -43,7 +43,7 @@ class Pays(NamedTuple):
 
 PAYS = {True: Pays(12, 1 << 22), False: Pays(4, 1 << 24)}
 """The prefixes that the kernel reads faster than they are gathered, rotated back and read by FlashAttention: with warps
-that only unpack (`has_unpackers`), and without (benchmarks/prefixes.py, docs/kernels.md)."""
+that only unpack (`has_unpackers`), and without (benchmarks/prefixes.py, docs/lab/kernels.md)."""
 THIRDS = 3
 """Blocks of 64 columns are of equal speed, and a part costs more than of few columns: each has a whole load."""
 

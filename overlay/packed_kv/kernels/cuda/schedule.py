@@ -8,7 +8,7 @@ order ("longest processing time first", Graham 1969). Blocks of different sizes 
 - Few requests, larger blocks: the tiles of all requests form one sequence that is cut at multiples
   of the part size, wherever a request ends, as stream-K does for matrix products (Osama et al., 2023). A part is two
   thirds of a resident block's load, so that the card can balance blocks of different speed. It is the whole load if
-  there are three resident blocks per request. docs/kernels.md compares other sizes.
+  there are three resident blocks per request. docs/lab/kernels.md compares other sizes.
 - Many requests, smaller blocks: a request longer than a resident block's load is cut into equal parts. Several blocks
   wait for each slot of the card, which balances the rest, and more cuts cost more than they gain.
 """

@@ -41,7 +41,7 @@ from .scales import key_scales, online_softmax_update, scale_weights, transpose_
 
 _LOG2_E = tl.constexpr(LOG2_E)
 MAX_REGISTERS = 128
-"""32 x 8192 tokens of isoquant4 on an H200 (docs/tried.md) take 88.7 us at 128 registers,
+"""32 x 8192 tokens of isoquant4 on an H200 (docs/lab/tried.md) take 88.7 us at 128 registers,
 93.5 at 112 (fewer loads under way), 96.3 at 144 and 97.1 at 168 (fewer programs on an SM). 128 leave no spills at
 head_dim 128 with 8 columns."""
 ROOMY_REGISTERS = 168
