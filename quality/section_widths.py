@@ -53,7 +53,7 @@ BLOCKS = 8
 
 
 TRELLISES = {"twos": 2, "threes": 3, "joined": 3}
-"""Which groups have trellis codes -> their most bits. A chain has the groups of one width; joined, of all widths."""
+"""Groups that have trellis codes -> their most bits. A chain has the groups of one width; joined, of all widths."""
 KEY_LANE, VALUE_LANE, SHORTEST_CHAIN = 8, 4, 8
 """Channels of a group that a lane of the decode kernels has, which a chain can hold; shorter chains gain nothing."""
 

@@ -1,4 +1,4 @@
-"""Which variants of compiled kernels CI looks at."""
+"""Variants of compiled kernels that CI looks at."""
 
 from __future__ import annotations
 

@@ -100,7 +100,7 @@ class SplitPicksLaunch(Launch):
 
 
 class Picked(NamedTuple):
-    """Of attention over one kind of picks. `lse`: fp32 [tokens, heads or more], natural; `picks`: int32 [tokens, picks]
+    """Results of attention over one kind of picks. `lse`: fp32 [tokens, heads or more], natural; `picks`: int32 [tokens, picks]
     of `_split_picks_kernel`."""
 
     lse: Any
