@@ -100,8 +100,8 @@ class SplitPicksLaunch(Launch):
 
 
 class Picked(NamedTuple):
-    """Results of attention over one kind of picks. `lse`: fp32 [tokens, heads or more], natural; `picks`: int32 [tokens, picks]
-    of `_split_picks_kernel`."""
+    """Results of attention over one kind of picks. `lse`: fp32 [tokens, heads or more], natural; `picks`: int32
+    [tokens, picks] of `_split_picks_kernel`."""
 
     lse: Any
     picks: Any
