@@ -431,15 +431,11 @@ SPECS: Mapping[str, Sequence[Spec]] = {
         Spec("gpu-tests", "gpu_tests.csv", {"command": "command", "result": "result"}, shows( {"card": "gpu",
              "vLLM": "vllm", "PyTorch": "torch", "commit": "commit"}), prepare=list),
     ),
-    "docs/calibration.md": (
-    ),
     "docs/lab/calibration.md": (
         Spec("generate-widths", {f"{FOLDER}/own-widths.json": "the dtype's widths", f"{FOLDER}/widths.json":
              "the file's"}, KL, kl, ("text", "prompt"), prepare=behind("text", "prompt")),
         Spec("generate-widths-planted", {f"{FOLDER}/own-widths.json": "the dtype's widths", f"{FOLDER}/widths.json":
              "the file's"}, TASKS, text("shown"), ("dtype",), prepare=tasks),
-    ),
-    "docs/reliability.md": (
     ),
     "docs/lab/reliability.md": (
         Spec("soak-restarts", {"soak_restarts_h200.json": "H200", "soak_restarts_cpu.json": "CPU"},
