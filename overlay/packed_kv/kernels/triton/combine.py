@@ -85,7 +85,6 @@ class CombineLaunch(Launch):
     parts [tokens, query heads, part_dim]. `are_all`: whether all rows have a part."""
 
     def __init__(self, output: torch.Tensor, part_dim: int, *, are_all: bool = True) -> None:
-        self.are_all = are_all
         constants = dict(OUTPUT=_constants(output), PART=PartConstants(part_dim, are_all))
         super().__init__(_combine_kernel, Arguments(*output.stride()[:2]), constants, num_warps=4)
 
@@ -105,7 +104,7 @@ class CombineLaunch(Launch):
                 where it is padding: then `output` becomes 0. None: all rows have a part; as the constructor was told.
         """
         assert lse.stride(1) == 1 and part.is_contiguous(), (lse.stride(), part.stride())
-        assert self.are_all == (has_part is None)
+        assert self.constants["PART"].are_all == (has_part is None)
         arguments = Arguments(part, lse if has_part is None else has_part, lse.stride(0), *part_lse.stride())
         self((len(part), 1, 1), (output, lse, part_lse), arguments)
 

@@ -191,6 +191,12 @@ def row_tiles(shape: LatentShape, max_query_len: int) -> int:
     return -(-shape.heads * max_query_len // shape.rows)
 
 
+def groups_at_a_time(rank: int) -> int:
+    """Return the groups of 32 of a latent's channels that a product takes: as many as divide all, up to 4."""
+    groups = rank // 32
+    return min(4, groups & -groups)
+
+
 class DecodeLatentsLaunch(Launch):
     """Attends over the latents of a layer's `cache`. Called with queries of the dtypes and strides of `q_latent` and
     `q_rope`."""
@@ -200,10 +206,9 @@ class DecodeLatentsLaunch(Launch):
     ) -> None:
         check_pages(cache)
         layout = kernel_layout(page)
-        groups = len(layout.key_vector.groups)
         layer = LatentLayer(cache, cache.stride(0) // 4, strides(q_latent), strides(q_rope), shape.scale * LOG2_E)
         decode = DecodeLatentsConstants(
-            shape.heads, shape.rows, MICRO_BLOCKS, cache.shape[1] // MICRO_BLOCK, min(4, groups & -groups),
+            shape.heads, shape.rows, MICRO_BLOCKS, cache.shape[1] // MICRO_BLOCK, groups_at_a_time(layout.head_dim),
             rope_layout(page), layout,
         )  # fmt: skip
         super().__init__(

@@ -20,7 +20,7 @@ from ...codecs.ring import Ring
 from ...layout import RingLayout, ring_layout
 from ..checks import check_int32, check_ring
 from ..units import LOG2_E
-from .latent_decode import LatentShape, row_tiles
+from .latent_decode import LatentShape, groups_at_a_time, row_tiles
 from .launch import Arguments, Launch, StepLaunch
 from .pages import KEY
 from .records import strides
@@ -132,12 +132,7 @@ class AttendRingConstants(NamedTuple):
     ring: RingLayout
 
 
-def _chunk(rank: int) -> int:
-    """Groups of a product."""
-    return min(4, rank // 32 & -(rank // 32))
-
-
-_chunk_of = triton.constexpr_function(_chunk)
+_chunk_of = triton.constexpr_function(groups_at_a_time)
 
 
 @triton.jit(
@@ -265,7 +260,7 @@ class AttendLatentRingLaunch(Launch):
         table, rank = ring.block_table, part.shape[2]
         check_int32(table, query_start, seq_lens, page_lens)
         assert part.is_contiguous() and lse.is_contiguous(), (part.stride(), lse.stride())
-        grid = row_tiles(shape, max_query_len), len(seq_lens), rank // 32 // _chunk(rank)
+        grid = row_tiles(shape, max_query_len), len(seq_lens), rank // 32 // groups_at_a_time(rank)
         return StepLaunch(grid, Arguments(table, query_start, seq_lens, page_lens, part, lse, table.stride(0)))
 
 
