@@ -2,7 +2,7 @@
 """Measure what unequal widths of K's sections, V's mean, queries weighed from afar and a trellis are worth, on a CPU.
 
     python quality/section_widths.py MODEL --text FILE... --windows 4 --output kl.json
-    python quality/section_widths.py MODEL --text FILE... --widths turboquant25=3,2+twos turboquant25=3,2+joined
+    python quality/section_widths.py MODEL --text FILE... --widths turboquant25+twos turboquant25+joined
 
 KL divergence of the next token from the exact model, as `long_context.py` measures it, with every key and value that is
 64 or more tokens behind read back through a code, nearer ones through the ring's. Nothing is packed, so what no dtype
@@ -195,14 +195,11 @@ class Sections:
         """The sections of rotated vectors, fp32 [..., channels] each, as their codes give them back."""
         groups = torch.cat([part.unflatten(-1, (-1, GROUP_SIZE)) for part in parts], -2)
         bits = [b for b, size in zip(self.bits, self.sizes, strict=True) for _ in range(size // GROUP_SIZE)]
-        found = torch.empty_like(groups)
-        for chain in self.chains(bits):
+        found, chains = torch.empty_like(groups), self.chains(bits)
+        for chain in chains:
             found[..., chain, :] = round_trip(groups[..., chain, :], [bits[i] for i in chain], self.lane, self.longer)
-            for i in chain:
-                bits[i] = 0
-        for i, width in enumerate(bits):
-            if width:
-                found[..., i, :] = self.scalar_codes(groups[..., i, :], width)
+        for i in set(range(len(bits))).difference(*chains):
+            found[..., i, :] = self.scalar_codes(groups[..., i, :], bits[i])
         return list(found.flatten(-2).split(self.sizes, -1))
 
     def chains(self, bits: Sequence[int]) -> list[list[int]]:

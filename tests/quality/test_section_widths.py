@@ -88,6 +88,21 @@ def test_sections_of_k_are_the_costliest_channels_first() -> None:
         assert (first.mean(-1) < 0.1 * second.mean(-1)).all()
 
 
+def test_trellis_codes_lose_less_where_chains_are_long_enough() -> None:
+    """V of heads of 64 has one group of 2 bits, of which a lane holds 4 channels: it keeps today's codes."""
+    layer, moments, key, value = statistics()
+    read = {
+        trellis: section_widths.through_row(Row("turboquant25", trellis=trellis), layer, moments, TOKENS)(key, value)
+        for trellis in ("", "twos", "joined")
+    }
+    of_key, of_value = (
+        {trellis: float((found[i] - x).square().sum()) for trellis, found in read.items()}
+        for i, x in enumerate((key, value))
+    )
+    assert of_key["joined"] < 0.9 * of_key["twos"] < 0.9 * of_key[""]
+    assert torch.equal(read["twos"][1], read[""][1]) and of_value["joined"] < 0.9 * of_value[""]
+
+
 @pytest.mark.parametrize(("bits", "error"), [(1, 0.37), (5, 0.0019)])
 def test_levels_are_evenly_spaced(bits: int, error: float) -> None:
     groups = torch.randn(2048, 32, generator=torch.Generator().manual_seed(0))

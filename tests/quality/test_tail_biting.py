@@ -54,7 +54,7 @@ def test_free_ends_are_never_worse() -> None:
     [((2, 2), 8, (0.0854, 0.0856)), ((3, 3), 8, (0.0198, 0.0200)), ((3, 2), 8, (0.0274, 0.0694)), ((2,), 4, (0.1207,))],
 )
 def test_error_of_gaussian_groups(bits: tuple[int, ...], lane: int, errors: tuple[float, ...]) -> None:
-    """Of today's codes: 0.107 with 2 bits, 0.026 with 3."""
+    """Today's codes have 0.107 with 2 bits, 0.026 with 3."""
     x = torch.randn(1024, len(bits), 32, generator=torch.Generator().manual_seed(1))
     found = tail_biting.round_trip(x, bits, lane, longer=False)
     relative = (found - x).square().sum((0, 2)) / x.square().sum((0, 2))
