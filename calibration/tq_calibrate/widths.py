@@ -19,10 +19,12 @@ import torch
 from packed_kv.formats import CODES, FORMATS, GROUP_SIZE, Format, runs
 from packed_kv.layout import key_vector
 
-from .choose import NOISE_OF_A_BIT, LayerChoice
+from .choose import LayerChoice
 from .statistics import LayerStatistics
 from .sums import Sums
 
+NOISE = {5: 0.0019, 4: 0.0062, 3: 0.0260, 2: 0.1068}
+"""bits -> squared error of a code, relative to what is coded (docs/formats.md, section 8)."""
 LEAST_GAIN = 0.95
 """Error with other widths over the error with the dtype's own; from this ratio on, another layout is not worth it."""
 
@@ -103,7 +105,7 @@ def score_error(
         sections, energy.gather(-1, order).split(sizes, -1), weight.gather(-1, order).split(sizes, -1), strict=True
     )
     for (bits, _), of_energy, of_weight in parts:
-        noise = NOISE_OF_A_BIT**bits / of_energy.shape[-1]
+        noise = NOISE[bits] / of_energy.shape[-1]
         total += noise * float((of_energy.sum(-1) * of_weight.sum(-1)).sum())
     return max(total, torch.finfo(torch.float64).tiny)
 
