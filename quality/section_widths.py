@@ -7,7 +7,7 @@
 KL divergence of the next token from the exact model, as `long_context.py` measures it, with every key and value that is
 64 or more tokens behind read back through a code, nearer ones through the ring's. Nothing is packed, so what no dtype
 has can be measured: sections of 32 channels of K, sorted by the cost of their errors, each rotated on its own and with
-a width of its own (1 and 5 bits by evenly spaced magnitudes), or trellis codes (`tail_biting.py`) in place of today's.
+a width of its own (1 bit by evenly spaced magnitudes), or trellis codes (`tail_biting.py`) in place of today's.
 A row and its dtype of today have the same bytes.
 
 Means, scales and orders are chosen as `tq-calibrate` does, on Python's help topics. With --output, windows measured so
@@ -46,7 +46,7 @@ from tq_calibrate.text import load_tokenizer, read_text, token_sequences
 from transformers import DynamicCache
 
 CPU = torch.device("cpu")
-SEARCH = {1: (0, 20), 5: (2, 4)}
+SEARCH = {1: (0, 20)}
 """bits -> scale bytes tried above and below that of absmax, for the widths that no dtype has."""
 BLOCKS = 8
 """Blocks of consecutive tokens of a window, over which standard errors are taken."""

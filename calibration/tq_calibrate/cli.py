@@ -83,6 +83,13 @@ def parser(prog: str = "tq-calibrate") -> argparse.ArgumentParser:
     model.add_argument("--weights-only", action="store_true",
                        help="estimate from weights, without running the model")  # fmt: skip
     model.add_argument("--no-key-widths", action="store_true", help="leave K's groups the widths of the dtypes")
+    model.add_argument(
+        "--most-key-bits",
+        type=int,
+        choices=(4, 5),
+        default=4,
+        help="of a group of keys; no GPU has run the kernels for 5 yet (default: %(default)s)",
+    )
     model.add_argument("--value-means", action="store_true",
                        help="store V less its mean where that loses less")  # fmt: skip
     model.add_argument("--parent", type=_positive, help=argparse.SUPPRESS)  # end with this process

@@ -61,7 +61,7 @@ def calibrate(options: argparse.Namespace) -> None:
         print(f"tq-calibrate: {warning}", file=sys.stderr)
     name = Path(options.model).resolve().name if Path(options.model).exists() else options.model
     mode = 0o600 if options.parent else 0o666  # an engine loads no file that others can write
-    key_bits, on_widths = _key_widths(statistics, held, choices) if has_widths else ({}, [])
+    key_bits, on_widths = _key_widths(statistics, held, choices, options.most_key_bits) if has_widths else ({}, [])
     write_file(out, file_content(statistics, choices, options.recipe, name, key_bits), mode)
     seen = f"{statistics.tokens:,} tokens" if statistics.tokens else "weights alone, so without means of keys"
     heads = heads_in_words(statistics.kv_heads, *statistics.head_sizes)
@@ -81,11 +81,11 @@ def _means_verdict(gain: float) -> tuple[bool, str]:
 
 
 def _key_widths(
-    statistics: Statistics, held: Sums | None, choices: dict[int, LayerChoice]
+    statistics: Statistics, held: Sums | None, choices: dict[int, LayerChoice], most: int
 ) -> tuple[dict[str, tuple[int, ...]], list[str]]:
     """Return the bits of K's groups by dtype, for the dtypes that lose less by them on held-out text as well, and a
     line for each dtype."""
-    widths = key_widths(statistics.layers, choices)
+    widths = key_widths(statistics.layers, choices, most)
     gains = held_out_gains(widths, held, choices) if held and widths else dict.fromkeys(widths, 0.0)
     told = []
     for name, bits in widths.items():

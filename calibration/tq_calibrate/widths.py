@@ -19,20 +19,24 @@ import torch
 from packed_kv.formats import CODES, FORMATS, GROUP_SIZE, Format, runs
 from packed_kv.layout import key_vector
 
-from .choose import NOISE_OF_A_BIT, LayerChoice
+from .choose import LayerChoice
 from .statistics import LayerStatistics
 from .sums import Sums
 
+NOISE = {5: 0.0019, 4: 0.0062, 3: 0.0260, 2: 0.1068}
+"""bits -> squared error of a code, relative to what is coded (docs/formats.md, section 8)."""
 LEAST_GAIN = 0.95
 """Error with other widths over the error with the dtype's own; from this ratio on, another layout is not worth it."""
 
 
-def key_widths(layers: dict[int, LayerStatistics], choices: dict[int, LayerChoice]) -> dict[str, tuple[int, ...]]:
-    """Return the bits of K's groups by dtype, where other widths than the dtype's own lose clearly less."""
+def key_widths(
+    layers: dict[int, LayerStatistics], choices: dict[int, LayerChoice], most: int
+) -> dict[str, tuple[int, ...]]:
+    """Return the bits of K's groups by dtype, at most `most`, where these lose clearly less than the dtype's own."""
     errors = [(choice, layers[number].key_variance, layers[number].key_weight) for number, choice in choices.items()]
     found = {}
     for fmt in _formats():
-        gains = {bits: gain(fmt, bits, errors) for bits in candidates(fmt, errors[0][1].shape[-1])}
+        gains = {bits: gain(fmt, bits, errors) for bits in candidates(fmt, errors[0][1].shape[-1], most)}
         best = min(gains, key=gains.__getitem__, default=None)
         if best is not None and gains[best] < LEAST_GAIN:
             found[fmt.name] = best
@@ -59,10 +63,11 @@ def held_out_gains(widths: dict[str, tuple[int, ...]], held: Sums, choices: dict
     return {name: gain(FORMATS[name], bits, errors) for name, bits in widths.items()}
 
 
-def candidates(fmt: Format, head_size: int) -> list[tuple[int, ...]]:
-    """Return the bits of groups, descending, that take the bytes of `fmt`, but for its own."""
+def candidates(fmt: Format, head_size: int, most: int) -> list[tuple[int, ...]]:
+    """Return the bits of groups, at most `most`, descending, that take the bytes of `fmt`, but for its own."""
     own, found = fmt.group_bits(head_size), []
-    for bits in combinations_with_replacement(sorted(CODES, reverse=True), len(own)):
+    widths = sorted((bits for bits in CODES if bits <= most), reverse=True)
+    for bits in combinations_with_replacement(widths, len(own)):
         try:
             key_vector(fmt, head_size, bits)
         except ValueError:
@@ -103,7 +108,7 @@ def score_error(
         sections, energy.gather(-1, order).split(sizes, -1), weight.gather(-1, order).split(sizes, -1), strict=True
     )
     for (bits, _), of_energy, of_weight in parts:
-        noise = NOISE_OF_A_BIT**bits / of_energy.shape[-1]
+        noise = NOISE[bits] / of_energy.shape[-1]
         total += noise * float((of_energy.sum(-1) * of_weight.sum(-1)).sum())
     return max(total, torch.finfo(torch.float64).tiny)
 

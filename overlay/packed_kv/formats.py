@@ -36,8 +36,8 @@ class Code(NamedTuple):
 
     bits: int
     magnitudes: tuple[float, ...]
-    """Ascending, at most 3/2. Exact in fp8 e4m3, so that with its scale a value has 8 bits, exact in fp16. None
-    at all: a code is an fp16 number, and its scale 1 (`NULL_CODE`)."""
+    """Ascending, at most 3/2. Of 4 significant bits, with 5-bit codes of 5, so that with its scale a value has 8 or 9,
+    exact in fp16. None at all: a code is an fp16 number, and its scale 1 (`NULL_CODE`)."""
     search: tuple[int, int]
     """(above, below): scale bytes tried above and below that of absmax. Wider ranges gain less than 0.2 % of the error,
     as `quality/format_error.py` measures. `above` also makes a second round trip exact: if scale byte b is kept for
@@ -74,6 +74,16 @@ _SIGNS_OF_2 = tuple(16 * (e & 1) + 15 - (e >> 1 & 3) - 8 * (e >> 3) for e in _E)
 CODES: dict[int, Code] = {
     code.bits: code
     for code in (
+        Code(
+            bits=5,
+            magnitudes=tuple((2 * level + 1) / 32 for level in range(16)),
+            search=(6, 0),
+            value_gain=1.002,
+            unit=2.0**-16,
+            code_words=2,
+            magnitude_shift=tuple(4 * NIBBLES[e & 7] for e in _E),
+            sign_shift=(),
+        ),
         Code(
             bits=4,
             magnitudes=(9 / 128, 13 / 64, 11 / 32, 1 / 2, 11 / 16, 7 / 8, 9 / 8, 3 / 2),

@@ -20,10 +20,12 @@ so codes e and e + 1 (e even) are a fragment's fp16 pair: neighbours along the d
 A lane's 16 codes of a group, as `sign` (top bit of the code) and `magnitude` (the rest), lie in words so that few
 instructions turn them into fp16 pairs (docs/kernels.md). With e = e3 e2 e1 e0 and m = 4 e2 + 2 e0 + e1:
 
+    5 bits   2 words; word e >> 3:  magnitude at bits 4m .. 4m+3 (m of e & 7); signs as with 3 bits, so four magnitudes
+             are the upper halves of four bytes
     4 bits   2 words; word e >> 3, k = e & 7:  magnitude at bits 4k .. 4k+2;  sign at bit 8(k & 3) + 7 (k < 4)
              or 8(k & 3) + 3 (k >= 4): four magnitudes are four bytes by one `prmt`, signs their top bits by a shift
     3 bits   1 word:  magnitude at bits 4m + 2 e3 and the next
-             signs of two groups share 1 word:  group parity p, bit 4m + 3 - 2p - e3
+             signs of two groups, of 5 or 3 bits, share 1 word:  group parity p, bit 4m + 3 - 2p - e3
              signs of an odd last group are a half word:  bit 4(m & 3) + 3 - 2 e2 - e3
              so a code is a nibble by a shift and a mask, and 4 nibbles are an fp16 pair by one `prmt`
     2 bits   1 word:  sign at bit 16 e0 + 15 - e1 - 2 e2 - 8 e3,  magnitude 4 bits below it: a shift to the left

@@ -35,13 +35,23 @@ def statistics(head_size: int, spread: float) -> LayerStatistics:
 
 
 def test_candidates_have_the_bytes_and_words_of_the_dtype() -> None:
-    assert candidates(FORMATS["tq3"], 64) == [(4, 2)]
-    assert candidates(FORMATS["tq3"], 128) == [(4, 4, 2, 2), (4, 3, 3, 2)]
-    assert candidates(FORMATS["turboquant35"], 128) == [(4, 4, 3, 2)]
-    assert not any(candidates(FORMATS[name], size) for name in ("tq4", "turboquant25") for size in (64, 128))
+    assert candidates(FORMATS["tq4"], 64, 5) == [(5, 3)] and not candidates(FORMATS["tq4"], 64, 4)
+    assert candidates(FORMATS["tq4"], 128, 5) == [(5, 5, 4, 2), (5, 5, 3, 3), (5, 4, 4, 3)]
+    assert candidates(FORMATS["turboquant35"], 64, 5) == [(5, 2)]
+    assert candidates(FORMATS["tq3"], 64, 5) == [(4, 2)]
+    assert candidates(FORMATS["tq3"], 128, 5) == [(5, 3, 2, 2), (4, 4, 2, 2), (4, 3, 3, 2)]
+    assert not any(candidates(FORMATS["turboquant25"], size, 5) for size in (64, 128))
 
 
-@pytest.mark.parametrize(("name", "head_size", "bits"), [("tq3", 64, (4, 2)), ("tq3", 128, (4, 3, 3, 2))])
+@pytest.mark.parametrize(
+    ("name", "head_size", "bits"),
+    [
+        ("tq3", 64, (4, 2)),
+        ("tq3", 128, (4, 3, 3, 2)),
+        ("tq4", 64, (5, 3)),
+        ("tq4", 128, (5, 4, 4, 3)),
+    ],
+)
 def test_the_gain_is_that_of_the_codec(name: str, head_size: int, bits: tuple[int, ...]) -> None:
     """The estimate, beside the error of scores of random keys that the codec has."""
     layer = statistics(head_size, 1.0)
@@ -59,10 +69,11 @@ def test_the_gain_is_that_of_the_codec(name: str, head_size: int, bits: tuple[in
 
 
 def test_widths_are_taken_where_channels_differ() -> None:
-    for spread, expected in ((0.05, {}), (1.5, {"tq3": (4, 2)})):
+    five = {"tq3": (4, 2), "tq4": (5, 3), "turboquant35": (5, 2)}
+    for spread, most, expected in ((0.05, 5, {}), (1.5, 4, {"tq3": (4, 2)}), (1.5, 5, five)):
         layers = {number: statistics(64, spread) for number in range(2)}
         choices = {number: choose(layer, "turboquant35") for number, layer in layers.items()}
-        assert key_widths(layers, choices) == expected
+        assert key_widths(layers, choices, most) == expected
 
 
 def test_a_file_with_widths(
@@ -101,7 +112,7 @@ def test_a_file_with_widths(
         ({"key_group_bits": {"tq3": "4, 2"}}, "tq3 must have a list of bits"),
         ({"key_group_bits": {"tq3": [2, 4]}}, r"groups of \(2, 4\) bits"),
         ({"key_group_bits": {"tq3": [4, 4]}}, r"groups of \(4, 4\) bits"),
-        ({"key_group_bits": {"tq4": [5, 3]}}, r"groups of \(5, 3\) bits"),
+        ({"key_group_bits": {"tq4": [6, 2]}}, r"groups of \(6, 2\) bits"),
         ({"key_group_bits": {"tq3": [4, 2]}}, "layer 0: key_channel_ranking is missing"),
     ],
     ids=str,

@@ -364,7 +364,7 @@ def test_every_code_is_the_nearest(bits, values):
 
 
 def test_the_search_is_that_of_the_document():
-    assert {bits: code.search for bits, code in CODES.items()} == {4: (4, 2), 3: (2, 4), 2: (0, 10)}
+    assert {bits: code.search for bits, code in CODES.items()} == {5: (6, 0), 4: (4, 2), 3: (2, 4), 2: (0, 10)}
 
 
 @pytest.mark.parametrize("bits", CODES)
@@ -435,13 +435,14 @@ def test_coding_a_decoded_group_again_is_exact(bits, seed, log_scale, tail):
 @pytest.mark.parametrize("bits", CODES)
 @pytest.mark.parametrize("largest", [12, 20, 24])
 def test_what_is_not_exact_when_coded_again(bits, largest):
-    """Whole numbers, which fall on thresholds. The document's case alone, of 4 bits: the scale is 12 or 24, and b0 of
-    the largest value, which is as large, 4 bytes below."""
+    """Whole numbers, which fall on thresholds. The document's cases alone: of 4 bits, where the scale is 12 or 24 and
+    b0 of the largest value, which is as large, 4 bytes below; of 5 bits, where it is 32 and b0 of 20 6 bytes below."""
     x = torch.randint(-largest, largest + 1, (40000, GROUP_SIZE), generator=torch.Generator().manual_seed(0)).float()
     codes, scale = scalar.quantize(x, bits)
     once = scalar.dequantize(codes, scale, bits)
     differ = (scalar.dequantize(*scalar.quantize(once, bits), bits) != once).any(-1)
-    assert differ.any() == (bits == 4 and largest in (12, 24))
+    assert differ.any() == ((bits, largest) in ((4, 12), (4, 24), (5, 20)))
     x, scale = x[differ], scale[differ]
-    assert (scale & 7 == 4).all() and torch.equal(scalar.absmax_scale(x, bits), scale - 4)
-    assert torch.equal(x.abs().amax(-1), scalar.decode_scale(scale))
+    mantissa, above, share = {5: (0, 6, 20 / 32)}.get(bits, (4, 4, 1.0))
+    assert (scale & 7 == mantissa).all() and torch.equal(scalar.absmax_scale(x, bits), scale - above)
+    assert torch.equal(x.abs().amax(-1), scalar.decode_scale(scale) * share)

@@ -6,9 +6,9 @@ import pytest
 import torch
 from packed_kv.codecs.scalar import decode_scale
 from packed_kv.formats import CODES, MAX_SCALE_BYTE
-from packed_kv.kernels.bins import BINS, FEWEST_LEVELS, make_bins
+from packed_kv.kernels.bins import BINS, make_bins
 
-WITH_BINS = [bits for bits, code in CODES.items() if len(code.magnitudes) >= FEWEST_LEVELS]
+WITH_BINS = [bits for bits, code in CODES.items() if make_bins(code.magnitudes).levels]
 
 
 def numbers(bits: int, step: torch.Tensor) -> torch.Tensor:
@@ -28,6 +28,7 @@ def words(table: tuple[int, ...], bin_number: torch.Tensor) -> tuple[torch.Tenso
 
 
 def test_four_bits_have_bins():
+    """Levels of 5 bits are evenly spaced, and need none."""
     assert WITH_BINS == [4]
     assert all(len(make_bins(CODES[bits].magnitudes).levels) == (BINS + 1) * (bits == 4) for bits in CODES)
 

@@ -163,9 +163,9 @@ def check_grid(arch: int, shape: decode.DecodeShape, columns: int, found: Resour
 
 def decode_case(
     fmt: Format, arch: int, head_dim: int = 128, ring_block: int = 0, mean_blocks: int = 0, columns: int = 8,
-    keeps_first: bool = False,
+    keeps_first: bool = False, key_bits: tuple[int, ...] | None = None,
 ) -> Case:  # fmt: skip
-    page = page_layout(fmt, head_dim)
+    page = page_layout(fmt, head_dim, key_bits=key_bits)
     registers = shape_of(page, arch, head_dim, mean_blocks).register_limit(columns)
     return Case(
         kernel="packed_kv.kernels.triton.decode:_decode_kernel",
@@ -253,6 +253,14 @@ def test_wide_tiles_unpack_once(arch):
         assert wide.count("HMMA") == count // 8 * narrow.count("HMMA"), count
         assert wide.count("PRMT") < 1.1 * narrow.count("PRMT"), count
         check_transposing_layout(wide)
+
+
+@pytest.mark.parametrize("arch", GENERATIONS, ids="sm_{}".format)
+def test_keys_of_five_bits_stay_in_registers(arch):
+    bits, fmt = (5, 4, 4, 3), FORMATS["tq4"]
+    (resources,) = compile_kernels([decode_case(fmt, arch, key_bits=bits)])
+    assert not resources.spills and resources.shared_bytes <= 4096
+    check_grid(arch, shape_of(page_layout(fmt, 128, key_bits=bits), arch), 8, resources)
 
 
 @pytest.mark.parametrize("name", DECODED)

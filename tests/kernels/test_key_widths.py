@@ -12,11 +12,13 @@ import test_cpu_store
 import test_cpu_vectors
 import test_decode
 import test_gather
+import test_ring
 import test_store
 import torch
 from launchers import gather, store_tokens
 from packed_kv import FORMATS
 from packed_kv.codecs.pages import PagedCodec
+from packed_kv.kernels.cpu.compiler import TARGETS, Target, processor
 from packed_kv.kernels.cpu.gather import CpuGather
 from packed_kv.kernels.cpu.store import CpuStore
 from packed_kv.kernels.cpu.vectors import CpuVectors
@@ -27,7 +29,8 @@ from test_decode import DEVICE, relative_rms
 CUDA = "cuda emulated" if DEVICE == "cpu" else "cuda"
 WIDTHS = [
     ("tq3", 64, (4, 2)), ("tq3", 128, (4, 3, 3, 2)), ("turboquant35", 128, (4, 4, 3, 2)), ("tq3", 96, (4, 3, 2)),
-    ("tq3", 256, (4, 4, 4, 3, 3, 2, 2, 2)),
+    ("tq3", 256, (4, 4, 4, 3, 3, 2, 2, 2)), ("tq4", 64, (5, 3)), ("tq4", 128, (5, 4, 4, 3)),
+    ("turboquant35", 64, (5, 2)),
 ]  # fmt: skip
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 every_width = pytest.mark.parametrize(("name", "head_dim", "bits"), WIDTHS)
@@ -108,7 +111,7 @@ def test_gathered_tokens_equal_the_pages(name: str, head_dim: int, bits: tuple[i
         assert torch.equal(ours, reference.transpose(0, 1)[:27].half())
 
 
-@pytest.mark.parametrize(("name", "head_dim", "bits"), [WIDTHS[0], WIDTHS[2]])
+@pytest.mark.parametrize(("name", "head_dim", "bits"), [WIDTHS[0], WIDTHS[2], WIDTHS[5], WIDTHS[7]])
 @needs_compiler
 def test_cpp(name: str, head_dim: int, bits: tuple[int, ...]) -> None:
     """Stores, gathers, decodes and vectors outside of pages, in C++."""
@@ -125,3 +128,25 @@ def test_cpp(name: str, head_dim: int, bits: tuple[int, ...]) -> None:
     test_cpu_decode.check(
         batches.Batch(name, [1, 100, (300, 3)], head_dim, window=16, key_group_bits=bits, **channels(head_dim, 2))
     )
+
+
+@needs_compiler
+@pytest.mark.parametrize("target", TARGETS, ids=[target.name for target in TARGETS])
+def test_five_bits_in_every_build_for_this_processor(target: Target) -> None:
+    if not processor()[1].issuperset(target.features):
+        pytest.skip(f"this processor is not of {target.name}")
+    for name, bits in (("tq4", (5, 3)), ("turboquant35", (5, 2))):  # signs in a word, and in half of one
+        batch = batches.Batch(name, [1, 100, (300, 3)], 64, window=16, key_group_bits=bits, **channels(64, 2))
+        test_cpu_decode.check(batch, target=target)
+
+
+@pytest.mark.parametrize("recent", [0, 64])
+def test_warps_that_only_unpack(recent: int) -> None:
+    """They lift each group of K by a power of its own."""
+    options = {"kernel": CUDA, "key_group_bits": (5, 4, 4, 3), **channels(128, 1), "kv_heads": 1}
+    shape = {"group": 16, "query_lens": (4, 3)}
+    if recent:
+        error = relative_rms(*test_ring.run("tq4", recent=recent, requests=((150, 0), (70, 40)), **shape, **options))
+    else:
+        error = relative_rms(*test_decode.run("tq4", seq_lens=(150, 70), **shape, **options))
+    assert error < test_decode.BOUND

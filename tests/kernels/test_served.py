@@ -44,7 +44,7 @@ from vllm.engine.arg_utils import EngineArgs
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="a card answers for itself alone")
 HOPPER = Engine("cuda", (9, 0))
-OTHER_CODES = Format("other", rotation="hadamard", bits=4, outlier_bits=5)
+OTHER_CODES = Format("other", rotation="hadamard", bits=4, outlier_bits=6)
 OTHER_ROTATION = Format("other", rotation="spun", bits=4)
 KERNELS = {
     CudaPairs: CUDA, TritonPairs: TRITON, pairs_on_cpu.CpuPairs: CPP, type(None): PYTORCH,
@@ -240,7 +240,7 @@ PAIRS, LATENTS = Pairs(FORMATS["tq4"], 128, 4), Latents(FORMATS["tq4"], 512, 64,
         (PAIRS._replace(sliding_window=64), {}, "a sliding window"),
         (PAIRS._replace(soft_cap=30.0), {}, "a soft cap"),
         (PAIRS._replace(has_sinks=True), {}, "attention sinks"),
-        (PAIRS._replace(fmt=OTHER_CODES), {}, "codes of 5 bits"),
+        (PAIRS._replace(fmt=OTHER_CODES), {}, "codes of 6 bits"),
         (PAIRS, {"requests": 16384}, ""),
         (PAIRS, {"requests": 16385}, "16385 requests at once (at most 16384)"),
         (PAIRS._replace(group=16), {"longest_decode": 9, "requests": 5461}, ""),
@@ -256,7 +256,7 @@ PAIRS, LATENTS = Pairs(FORMATS["tq4"], 128, 4), Latents(FORMATS["tq4"], 512, 64,
         (LATENTS._replace(rope_dim=32), {}, "latents of 512 channels with 32 of RoPE (only 512 with 64)"),
         (LATENTS._replace(heads=64), {"longest_decode": 3}, "64 query heads times 3 query tokens (at most 128)"),
         (LATENTS._replace(heads=64, are_picked=True), {"longest_decode": 3}, ""),
-        (LATENTS._replace(fmt=OTHER_CODES), {}, "codes of 5 bits"),
+        (LATENTS._replace(fmt=OTHER_CODES), {}, "codes of 6 bits"),
     ],
 )
 def test_sentences_of_the_cuda_kernel(layer: Pairs | Latents, engine: dict[str, Any], said: str) -> None:
@@ -267,7 +267,7 @@ def test_sentences_of_the_cuda_kernel(layer: Pairs | Latents, engine: dict[str, 
     ("layer", "ranks", "said"),
     [
         (PAIRS._replace(head_dim=288), 1, "heads of 288 channels (at most 256)"),
-        (PAIRS._replace(fmt=OTHER_CODES), 1, "codes of 5 bits"),
+        (PAIRS._replace(fmt=OTHER_CODES), 1, "codes of 6 bits"),
         (PAIRS._replace(fmt=OTHER_ROTATION), 1, "the rotation spun"),
         (PAIRS, 2, "2 ranks that split the tokens of a request"),
         (LATENTS._replace(rope_dim=160), 1, "160 RoPE channels (at most 128)"),

@@ -16,7 +16,7 @@ from compiling import Case, translate_kernels
 from packed_kv import FORMATS
 
 VERSION = "3.6.0"
-KEY_BITS = {"tq3": (4, 3, 3, 2), "turboquant35": (4, 4, 3, 2)}
+KEY_BITS = {"tq4": (5, 4, 4, 3), "tq3": (4, 3, 3, 2), "turboquant35": (4, 4, 3, 2)}
 
 
 @pytest.fixture(scope="module")
@@ -38,6 +38,7 @@ def test_language(triton: Path) -> None:
         test_compile.decode_case(FORMATS[name], 90, ring_block=8, mean_blocks=mean_blocks)
         for name, mean_blocks in (("tq4", 0), ("turboquant25", 8))
     ]
+    decodes.append(test_compile.decode_case(FORMATS["tq4"], 90, key_bits=KEY_BITS["tq4"]))
     decodes.append(test_compile.decode_case(FORMATS["tq4"], 90, ring_block=8, mean_blocks=1, keeps_first=True))
     others = [
         test_compile.merge_case((16, 4), 90, sinks=True, lse=True),

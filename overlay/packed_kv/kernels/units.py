@@ -1,5 +1,7 @@
 """Units of decoded codes: before their scale they are fp16 numbers that need no conversion. For both decode kernels.
 
+    5 bits   256 times a magnitude is an integer below 256, of which the lower four bits are always 8: a byte, as with
+             4 bits, but computed from its upper four
     4 bits   128 times a magnitude is an integer below 256, a byte; with a zero byte above it, it is a subnormal number,
              its 2^-24 times; the sign goes into the upper byte
     3 bits   magnitudes have 2 bits behind the leading one (e5m2), so times 2^-11 they are fp16 whose lower byte is 0:
@@ -36,6 +38,13 @@ def four_bit_bytes() -> list[int]:
     values = [128 * level for level in CODES[4].magnitudes]
     assert all(value == int(value) < 256 for value in values), values
     return [int(value) for value in values]
+
+
+def five_bit_low() -> int:
+    """The lower half of every byte of a magnitude times 256, in all bytes of a word; the upper half is its index."""
+    values = [256 * level for level in CODES[5].magnitudes]
+    assert values == [16 * index + 8 for index in range(16)] and CODES[5].unit == 2.0**-16, values
+    return word([8] * 4)
 
 
 ZERO_BYTES_3 = 0x0808

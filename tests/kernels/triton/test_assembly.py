@@ -76,7 +76,7 @@ def test_every_width_has_a_decoder() -> None:
 def test_words_become_the_values_of_the_layout(bits: int, parity: int) -> None:
     draw = random.Random(bits + parity)
     for _ in range(50):
-        words = [draw.getrandbits(32), draw.getrandbits(32)]
+        words = [draw.getrandbits(32) for _ in range(3)]
         decoder = fragments.DECODERS.value[bits]
         registers = {f"${8 + i}": value for i, value in enumerate((*decoder.constants, *words))}
         registers = execute(decoder.assembly[parity], registers)

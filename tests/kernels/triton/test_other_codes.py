@@ -1,4 +1,4 @@
-"""Codes that no dtype has: one of 5 bits, declared here alone, and the null code, each on every route."""
+"""Codes that no dtype has for V: of 5 bits, and the null code, each on every route."""
 
 from __future__ import annotations
 
@@ -6,56 +6,25 @@ import sys
 from collections.abc import Iterator
 
 import null_code
-import numpy as np
 import pytest
 import torch
 from launchers import gather, store_tokens
 from packed_kv.codecs.pages import PagedCodec
-from packed_kv.formats import CODES, FORMATS, Code, Format
-from packed_kv.kernels.triton import fragments
-from packed_kv.layout import SIGN_PARITY_SHIFT, SIGN_WORD_SHIFT
+from packed_kv.formats import FORMATS, Format
 from packed_kv.reference.attention import AttentionOptions, attend
-from test_assembly import execute, value_of
 from test_decode import BOUND, attention, relative_rms, run
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
-FIVE_BITS = Code(
-    bits=5,
-    magnitudes=tuple((i + 1) / 16 for i in range(16)),
-    search=(1, 4),
-    value_gain=1.001,
-    unit=2.0**-20,
-    code_words=2,
-    magnitude_shift=tuple(4 * (e & 7) for e in range(16)),
-    sign_shift=(),  # in sign words, as those of 3 bits
-)
 FIVE = Format("five", rotation="givens", bits=5)
 FIVE_AND_THREE = Format("five_and_three", rotation="hadamard", bits=3, outlier_bits=5)
 """Groups of both widths share a sign word."""
 
 
-def five_bits(parity: int) -> str:
-    """Assembly: a magnitude's index and 1 are the bits of a subnormal fp16; $12 is the sign word."""
-    body = ""
-    for pair in range(8):
-        word, at = f"${10 + pair // 4}", 8 * (pair % 4)
-        low, high = (SIGN_WORD_SHIFT[e] + parity * SIGN_PARITY_SHIFT for e in (2 * pair, 2 * pair + 1))
-        body += f"shr.u32 t, {word}, {at}; and.b32 t, t, 15; shr.u32 m, {word}, {at + 4}; and.b32 m, m, 15;"
-        body += "shl.b32 m, m, 16; lop3.b32 t, t, m, 0, 0xfe; add.rn.f16x2 t, t, $8;"
-        body += f"shr.u32 s, $12, {low}; shl.b32 s, s, 31; shr.u32 s, s, 16;"
-        body += f"shr.u32 m, $12, {high}; shl.b32 m, m, 31; lop3.b32 ${pair}, t, s, m, 0xfe;"
-    return body
-
-
 @pytest.fixture(autouse=True)
 def other_codes(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The three places that a new width takes, CUDA apart: its code, its dtypes, its decoder."""
-    monkeypatch.setitem(CODES, 5, FIVE_BITS)
     for fmt in (FIVE, FIVE_AND_THREE):
         monkeypatch.setitem(FORMATS, fmt.name, fmt)
-    decoder = fragments.make_decoder((five_bits(0), five_bits(1)), (0x00010001, 0))
-    monkeypatch.setitem(fragments.DECODERS.value, 5, decoder)
     null_code.register(monkeypatch)
     forget_compiled()
     yield
@@ -154,16 +123,3 @@ def test_the_decode_kernel_over_null_codes_is_dense(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr("packed_kv.codecs.codec.Codec.encode", lambda self, x, positions=None: x)
     monkeypatch.setattr("packed_kv.codecs.codec.Codec.decode", lambda self, x, positions=None: x.float())
     assert relative_rms(*run("null", head_dim=64, query_lens=(1, 2, 2), dtype=torch.bfloat16, poison=0x77)) < 2**-8
-
-
-@pytest.mark.parametrize("parity", [0, 1])
-def test_the_assembly_of_five_bits(parity: int) -> None:
-    draw = np.random.default_rng(parity)
-    decoder = fragments.DECODERS.value[5]
-    for _ in range(20):
-        words = [int(word) for word in draw.integers(1 << 32, size=3)]
-        registers = {f"${8 + i}": value for i, value in enumerate((*decoder.constants, *words))}
-        registers = execute(decoder.assembly[parity], registers)
-        pairs = np.array([registers[f"${i}"] for i in range(8)], np.uint32)
-        values = pairs.view(np.float16) / FIVE_BITS.unit
-        assert values.tolist() == [value_of(words, 5, parity, e) for e in range(16)]

@@ -102,7 +102,7 @@ def run(name, *, head_dim=128, kv_heads=2, group=4, requests=((1, 0), (37, 0), (
             slot = torch.where(block > 0, block * block_size + (new % block_size).to(DEVICE), -1)
             reference.write(ring_cache, slot, *(x[new] for x in rotated))
         from_pages = [part.decode(part.encode(x)).double() for part, x in ((codec.key, key), (codec.value, value))]
-        from_ring = [part.unrotate(reference.round_trip(x)).double()
+        from_ring = [part.restore(reference.round_trip(x)).double()
                      for part, x in zip((codec.key, codec.value), rotated, strict=True)]  # fmt: skip
         known = max(-(-hit // block_size) * block_size, tokens - query_lens[i] - recent + 1, 0)
         assert int(first[i]) == known

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-BITS = (4, 3, 2)
+BITS = (5, 4, 3, 2)
 """Widths that `layout/codes.h` decodes."""
 ROTATIONS = ("hadamard", "givens", "quaternion")
 """Rotations that `layout/rotation.h` has."""

@@ -12,7 +12,7 @@ import importlib.util
 from ...gpu_generations import generation_of
 
 HEAD_DIMS = (64, 128, 256)
-BITS = (4, 3, 2)
+BITS = (5, 4, 3, 2)
 """Widths that `codes.cuh` decodes."""
 COLUMNS = 64
 """The most query heads per KV head times query tokens that one pass over a request's keys serves."""

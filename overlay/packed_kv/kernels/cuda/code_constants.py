@@ -36,6 +36,7 @@ def decoder_constants() -> dict[str, object]:
         "TABLE_4_HIGH": f"{units.word(units.four_bit_bytes()[4:])}u",
         "TABLE_3_POSITIVE": f"{units.word(units.three_bit_bytes()[:4])}u",
         "TABLE_3_NEGATIVE": f"{units.word(units.three_bit_bytes()[4:])}u",
+        "LOW_5": f"{units.five_bit_low()}u",
         "ZEROS_3": f"{units.twice(units.ZERO_BYTES_3)}u",
         "BASE_2": f"{units.twice(units.two_bit_base())}u",
         "MASK_2": f"{units.twice(units.MASK_2)}u",

@@ -81,11 +81,11 @@ INLINE void load_group_words(Words<Vector>& words, u32 address, u32 half_words, 
     constexpr Group group = Vector::group(GROUP);
     if constexpr (START < Vector::WORDS) {
         constexpr int width = Vector::chunk_width(CHUNK), end = START + width;
-        constexpr bool has_codes = group.word < end && group.word + (group.bits == 4) >= START;
-        constexpr bool has_signs = group.bits == 3 && group.sign_word >= START && group.sign_word < end;
+        constexpr bool has_codes = group.word < end && group.word + (group.bits >= 4) >= START;
+        constexpr bool has_signs = group.bits % 2 && group.sign_word >= START && group.sign_word < end;
         if constexpr (has_codes || has_signs) load_chunk<width>(words.word + START, address + 128 * START, lane);
         load_group_words<GROUP, CHUNK + 1, end>(words, address, half_words, lane);
-    } else if constexpr (Vector::HAS_HALF && group.bits == 3 && group.sign_word == Vector::WORDS) {
+    } else if constexpr (Vector::HAS_HALF && group.bits % 2 && group.sign_word == Vector::WORDS) {
         words.word[Vector::WORDS] = load_half_word(half_words, lane);
     }
 }
@@ -93,7 +93,7 @@ INLINE void load_group_words(Words<Vector>& words, u32 address, u32 half_words, 
 // Constants in registers. PRMT and LOP3 take one immediate, and some need two, which the compiler would move to a
 // register before each instruction. `unknown` is 0, but the compiler does not know.
 struct Tables {
-    u32 low4, positive3, zeros3, base2;
+    u32 low4, positive3, zeros3, base2;  // `zeros3` is what all magnitudes of 5 bits have, too
     INLINE Tables(u32 unknown)
         : low4(TABLE_4_LOW + unknown), positive3(TABLE_3_POSITIVE + unknown), zeros3(ZEROS_3 + unknown),
           base2(BASE_2 + unknown) {}
@@ -109,6 +109,23 @@ INLINE void decode_4_bits(u32 word, u32* pairs, const Tables& tables) {
     u32 codes = word & 0x77777777;
     join_signs(prmt(tables.low4, TABLE_4_HIGH, codes), word & 0x80808080, pairs);
     join_signs(prmt(tables.low4, TABLE_4_HIGH, upper_half(codes)), (word << 4) & 0x80808080, pairs + 2);
+}
+
+static_assert(LOW_5 == ZEROS_3, "one register has both");
+// A magnitude is a byte, an index above a half that all have.
+template <int PARITY> INLINE void decode_5_bits(const u32 (&words)[2], u32 signs, u32* pairs, const Tables& tables) {
+    for_each<2>([&](auto half) {
+        constexpr int left = 2 * PARITY + half.value;  // shifts the signs of odd nibbles to the tops of bytes
+        const u32 word = words[half.value], even = ((word << 4) & 0xF0F0F0F0) | tables.zeros3;
+        const u32 odd = (word & 0xF0F0F0F0) | tables.zeros3;
+        u32 of_even[2], of_odd[2];
+        join_signs(even, (signs << (left + 4)) & 0x80808080, of_even);
+        join_signs(odd, (signs << left) & 0x80808080, of_odd);
+        for_each<2>([&](auto i) {
+            pairs[4 * half.value + 2 * i.value] = of_even[i.value];
+            pairs[4 * half.value + 2 * i.value + 1] = of_odd[i.value];
+        });
+    });
 }
 
 // Two pairs from the codes in nibbles 1, 3, 5 and 7 of `codes`. A selector of 8 is the sign of the table's first byte,
@@ -140,8 +157,11 @@ INLINE void decode_2_bits(u32 word, u32* pairs, const Tables& tables) {
 template <int GROUP, class Vector>
 INLINE void decode_group(const Words<Vector>& words, u32* pairs, const Tables& tables) {
     constexpr Group group = Vector::group(GROUP);
-    static_assert(group.bits == 4 || group.bits == 3 || group.bits == 2, "there is a decoder for the width");
-    if constexpr (group.bits == 4) {
+    static_assert(group.bits >= 2 && group.bits <= 5, "there is a decoder for the width");
+    if constexpr (group.bits == 5) {
+        const u32 own[] = {words.word[group.word], words.word[group.word + 1]};
+        decode_5_bits<group.parity>(own, words.word[group.sign_word], pairs, tables);
+    } else if constexpr (group.bits == 4) {
         decode_4_bits(words.word[group.word], pairs, tables);
         decode_4_bits(words.word[group.word + 1], pairs + 4, tables);
     } else if constexpr (group.bits == 3) {

@@ -108,7 +108,7 @@ INLINE WorkItem shared_work_item() {
 
 // What serves a variant (`constants` of launch.py), in a namespace of its own. The codes and head sizes of
 // roles.cuh are those of `has_unpackers`.
-#if UNPACKERS  // 64 columns of codes of 4 bits with head_dim 128: two warpgroups, wgmma
+#if UNPACKERS  // 64 columns with V of 4 bits and head_dim 128: two warpgroups, wgmma
 #include "roles.cuh"
 namespace variant = roles;
 #elif IS_WIDE  // other codes and head sizes, and mixed codes: a team of warps, mma

@@ -140,8 +140,7 @@ def grid(requests: int, inputs: GridInputs, columns: int, *, is_final: bool = Fa
 def has_unpackers(page: PageLayout) -> bool:
     """Return whether blocks of more than `NARROW` columns have warps that only unpack (`roles.cuh`)."""
     layout = kernel_layout(page)
-    groups = layout.key_vector.groups + layout.value_vector.groups
-    return layout.head_dim == 128 and all(group.code.bits == 4 for group in groups)
+    return layout.head_dim == 128 and all(group.code.bits == 4 for group in layout.value_vector.groups)
 
 
 def make_counters(requests: int, inputs: GridInputs, columns: Mapping[int, int], device: torch.device) -> torch.Tensor:

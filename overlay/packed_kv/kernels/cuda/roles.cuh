@@ -1,4 +1,4 @@
-// Attention of a block for 64 columns by two warpgroups, for head_dim 128 and codes of 4 bits. One unpacks: its
+// Attention of a block for 64 columns by two warpgroups, for head_dim 128 and V of 4 bits. One unpacks: its
 // warps copy and unpack a micro-block of each tile, and leave K and V as fp16 in shared memory (`roles_unpack.cuh`). The
 // other attends, as kernels over fp16 caches do (`roles_attend.cuh`).
 //

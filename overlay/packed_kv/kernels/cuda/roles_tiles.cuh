@@ -34,15 +34,23 @@ constexpr u32 halves_of(float power) {  // a power of 2 as both halves of a pair
     while (power < 1) power *= 2, exponent--;
     return exponent * 0x04000400u;
 }
+constexpr float power_below(float x) {  // the largest power of 2 that is not above x, at least 1
+    float power = 1;
+    while (2 * power <= x) power *= 2;
+    return power;
+}
 // Unpacked K and V are values times `TEAM_UNIT`. Codes are lifted first, so that fp16 has all products with scales; if
 // all scales are below 2, they are lifted instead, which are fewer.
 //
 // V of 16 tokens is small if all their scales are below 2^-SMALL. In that unit fp16 would keep few bits of it, so it is
 // lifted by 2^SMALL, and the tokens' weights are divided by that: HEADROOM leaves them the room.
-constexpr u32 LIFT = halves_of(TEAM_UNIT * Key::group(0).factor), RING_LIFT = halves_of(TEAM_UNIT * RING_UNIT);
+struct RingLift { static constexpr u32 of(int) { return halves_of(TEAM_UNIT * RING_UNIT); } };
+template <class Vector> struct PageLift {
+    static constexpr u32 of(int group) { return halves_of(TEAM_UNIT * power_below(Vector::group(group).factor)); }
+};
 constexpr int SMALL = 7;
 constexpr u32 NOT_SMALL = 0xC0C0C0C0;  // a scale of at least 2^-SMALL has one of these bits
-constexpr float VALUE_GAIN = Value::group(0).factor / Key::group(0).factor;  // of pages
+constexpr float VALUE_GAIN = Value::group(0).factor / power_below(Value::group(0).factor);  // of pages
 
 // The tiles of a block are numbered, those of the ring first. Each has 16 tokens of each unpacking warp.
 struct TeamTiles {

@@ -6,11 +6,13 @@
 namespace roles {
 
 template <u32 BY, bool IS_LIFTED> INLINE u32 lifted(u32 pair) { return IS_LIFTED ? multiply_halves(pair, BY) : pair; }
-// Unpacks K of 16 tokens. `decode(g, pairs)` decodes a group, `scale(g)` returns the scales of its two tokens.
-template <u32 BY, bool LIFTS_CODES, class Decode, class Scale>
+// Unpacks K of 16 tokens. `decode(g, pairs)` decodes a group, `scale(g)` returns the scales of its two tokens, and
+// `Lift::of(g)` is what the group is lifted by.
+template <class Lift, bool LIFTS_CODES, class Decode, class Scale>
 INLINE void unpack_keys(u32 even, u32 odd, Decode&& decode, Scale&& scale) {
     for_each<GROUPS>([&](auto g) {
         constexpr int group = g.value;
+        constexpr u32 BY = Lift::of(group);
         u32 p[8];
         decode(g, p);
         const u32 scales = lifted<BY, !LIFTS_CODES>(scale(g));
@@ -25,8 +27,9 @@ INLINE void unpack_keys(u32 even, u32 odd, Decode&& decode, Scale&& scale) {
 INLINE bool are_small(u32 value_scales) { return !any_lane(value_scales & NOT_SMALL); }
 // Unpacks V of 16 tokens, whose scales of a group are the bytes n3 n0 of a word. With `is_small`, LIFTS_CODES
 // must be set.
-template <u32 BY, bool LIFTS_CODES, class Decode>
+template <class Lift, bool LIFTS_CODES, class Decode>
 INLINE void unpack_values(u32 target, Decode&& decode, const u32 (&scales)[4], bool is_small) {
+    constexpr u32 BY = Lift::of(0);  // all groups of V are alike
     const u32 factor = LIFTS_CODES ? (is_small ? halves_of(1 << SMALL) : halves_of(1)) : BY;
     for_each<GROUPS>([&](auto g) {
         constexpr int group = g.value;
@@ -94,7 +97,7 @@ INLINE void unpack_tiles(const Arguments& a, const Request& request, const Pages
             fill(
                 number, is_small,
                 [&](u32 even, u32 odd) {
-                    unpack_keys<RING_LIFT, true>(
+                    unpack_keys<RingLift, true>(
                         even, odd, [&](auto g, u32(&pairs)[8]) { ring_key_pairs(first_raw, lane, g.value, pairs); },
                         [&](auto g) {
                             return scale_pair(key_scales[0], 0x4440 + g.value) |
@@ -103,7 +106,7 @@ INLINE void unpack_tiles(const Arguments& a, const Request& request, const Pages
                 },
                 [] {},
                 [&](u32 target) {
-                    unpack_values<RING_LIFT, true>(
+                    unpack_values<RingLift, true>(
                         target, [&](auto g, u32(&pairs)[8]) { ring_value_pairs(first_raw, lane, g.value, pairs); },
                         value_scales, is_small);
                 });
@@ -138,8 +141,8 @@ INLINE void unpack_tiles(const Arguments& a, const Request& request, const Pages
         fill(
             tiles.ring + number, is_small,
             [&](u32 even, u32 odd) {
-                if (__builtin_expect(is_large, 0)) unpack_keys<LIFT, true>(even, odd, decode_key, key_scale);
-                else unpack_keys<LIFT, false>(even, odd, decode_key, key_scale);
+                if (__builtin_expect(is_large, 0)) unpack_keys<PageLift<Key>, true>(even, odd, decode_key, key_scale);
+                else unpack_keys<PageLift<Key>, false>(even, odd, decode_key, key_scale);
             },
             [&] {
                 const LoadsDone done = last_load.wait();
@@ -151,8 +154,8 @@ INLINE void unpack_tiles(const Arguments& a, const Request& request, const Pages
             },
             [&](u32 target) {
                 if (__builtin_expect(is_large || is_small, 0))
-                    unpack_values<LIFT, true>(target, decode_value, value_scales, is_small);
-                else unpack_values<LIFT, false>(target, decode_value, value_scales, false);
+                    unpack_values<PageLift<Value>, true>(target, decode_value, value_scales, is_small);
+                else unpack_values<PageLift<Value>, false>(target, decode_value, value_scales, false);
             });
     }
 }

@@ -6,6 +6,8 @@ wants its left operand. No layout conversion, no shared memory (tests/kernels/te
 
 The 16 codes of a lane and group:
 
+    5 bits   2 code words, half of   a magnitude is a byte, an index above a half that all have; signs above
+             a word of signs
     4 bits   2 code words            a look-up (`prmt`) of 8 bytes in 2 registers, 4 codes at a time; signs above
     3 bits   a code word, half of    the same with signs among the 8 bytes, 2 codes at a time with a zero byte each
              a word of signs
@@ -44,6 +46,19 @@ def _hex(bytes_: list[int]) -> str:
 _UPPER_HALF = "mov.b32 {l, u}, t; mov.b32 t, {u, u}; add.rn.f16x2 t, t, z;"
 # A byte of m and above it the same byte of s, a sign in its top bit: half an instruction a code.
 _PAIRS = "prmt.b32 ${0}, m, s, 0x5140; prmt.b32 ${1}, m, s, 0x7362;"
+
+
+def _five_bits(parity: int) -> str:
+    """m: 4 bytes of magnitudes, $8 the lower half that all have. Codes 0, 1, 4 and 5 are in nibbles 0, 2, 4 and 6."""
+    halves = ""
+    for half, word in enumerate(("$10", "$11")):
+        left = 2 * parity + half
+        for odd, source in enumerate(("m", word)):
+            halves += "" if odd else f"shl.b32 m, {word}, 4;"
+            halves += f"lop3.b32 m, {source}, 0xf0f0f0f0, $8, 0xea;"
+            halves += f"shl.b32 s, $12, {left + 4 * (1 - odd)}; and.b32 s, s, 0x80808080;"
+            halves += _PAIRS.format(4 * half + odd, 4 * half + odd + 2)
+    return halves
 
 
 def _four_bits() -> str:
@@ -99,6 +114,7 @@ def make_decoder(bodies: tuple[str, str], constants: tuple[int, int] = (0, 0)) -
 
 DECODERS = tl.constexpr(
     {
+        5: make_decoder((_five_bits(0), _five_bits(1)), (units.five_bit_low(), 0)),
         4: make_decoder((_four_bits(),) * 2, (units.word(units.four_bit_bytes()[:4]), 0)),
         3: make_decoder(
             (_three_bits(0), _three_bits(1)),

@@ -53,6 +53,13 @@ def _threshold(levels, number):
 
 
 @triton.constexpr_function
+def _spacing(levels):
+    """The distance of levels that are its odd multiples, halved, and are too many to try all; else 0."""
+    odd = all(level == (2 * i + 1) * levels[0] for i, level in enumerate(levels))
+    return 2 * levels[0] if odd and len(levels) >= 16 else 0.0
+
+
+@triton.constexpr_function
 def _stages(groups):
     """Hadamard stages that mix groups."""
     return groups.bit_length() - 1
@@ -243,6 +250,15 @@ def _index(x, step_size, inverse, words):
 
 
 @triton.jit
+def _nearest_threshold(x, step_size, inverse, LEVELS: tl.constexpr):
+    """|x|, and the number, fp32, of the threshold nearest to it between evenly spaced levels, 1 to len(LEVELS) - 1. One
+    of the two levels beside that threshold is the nearest, however the product is rounded: it can err near the middle
+    of two thresholds alone. With a step size of 0 it is any."""
+    number = tl.minimum(tl.maximum(tl.abs(x) * inverse, 1.0), len(LEVELS) - 1.0)
+    return tl.abs(x), (number + 8388608.0) - 8388608.0  # 2^23: rounded to an integer
+
+
+@triton.jit
 def search_scale(x, index, CODE: tl.constexpr, BINS: tl.constexpr):
     """The scale byte of each row, int32 [lanes], the same in all of a row; see `scalar.search_scale`."""
     ABOVE: tl.constexpr = CODE.search[0]
@@ -280,8 +296,17 @@ def _group_error(x, step_size, index, words, CODE: tl.constexpr, BINS: tl.conste
     """Squared error of coding each row with a step size; the tree of `scalar.group_error`. With bins, of two levels
     instead of all: the least distance is the same number."""
     LEVELS: tl.constexpr = CODE.magnitudes
+    SPACING: tl.constexpr = _spacing(LEVELS)
     terms = ()
-    if _has_bins(BINS):
+    if SPACING > 0:
+        distance = step_size * SPACING
+        inverse = 1 / tl.maximum(distance, 2.0**-40)
+        for k in tl.static_range(8):
+            magnitude, number = _nearest_threshold(x[k], step_size, inverse, LEVELS)
+            below, above = product(distance, number - 0.5), product(distance, number + 0.5)
+            nearest = tl.minimum(tl.abs(magnitude - below), tl.abs(magnitude - above))
+            terms += (product(nearest, nearest),)
+    elif _has_bins(BINS):
         inverse = _inverse(step_size, BINS)
         for k in tl.static_range(8):
             terms += (_square(x[k], step_size, inverse, words),)
@@ -316,9 +341,20 @@ def quantize(x, scale, CODE: tl.constexpr, BINS: tl.constexpr):
     """Magnitude indices and signs, two tuples of 8 uint32 [lanes]."""
     LEVELS: tl.constexpr = CODE.magnitudes
     WORDS: tl.constexpr = BINS.thresholds
+    SPACING: tl.constexpr = _spacing(LEVELS)
     step_size = _decode_scale(scale)
     magnitudes, signs = (), ()
-    if _has_bins(BINS):
+    if SPACING > 0:
+        distance = step_size * SPACING
+        inverse = 1 / tl.maximum(distance, 2.0**-40)
+        for k in tl.static_range(8):
+            magnitude, number = _nearest_threshold(x[k], step_size, inverse, LEVELS)
+            is_above = magnitude > product(distance, number)
+            index = number.to(tl.int32) - tl.where(is_above, 0, 1)
+            # with a step size of 0 all thresholds are 0
+            index = tl.where(step_size > 0, index, tl.where(magnitude > 0, len(LEVELS) - 1, 0))
+            magnitudes += (index.to(tl.uint32),)
+    elif _has_bins(BINS):
         inverse, words = _inverse(step_size, BINS), _by_lane(WORDS, scale)
         for k in tl.static_range(8):
             magnitudes += (_index(x[k], step_size, inverse, words),)

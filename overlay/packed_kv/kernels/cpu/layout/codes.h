@@ -74,6 +74,15 @@ constexpr ByteLevels make_levels(const Code& code, int sign_bit, int magnitude_m
   return levels;
 }
 
+constexpr ByteLevels make_negative(const Code& code) {  // by magnitude alone
+  ByteLevels levels = {};
+  for (int i = 0; i < 64; i++) {
+    int level = -code.levels[i & (code.magnitudes - 1)];
+    levels.low[i] = (uint8_t)level, levels.high[i] = (uint8_t)(level >> 8);
+  }
+  return levels;
+}
+
 template <int C> struct CodeOf {
   static constexpr Code code = CODES[C];
   static constexpr int sign_bit = code.bits - 1, magnitude_mask = (1 << (code.bits - 1)) - 1;
@@ -151,6 +160,23 @@ template <int C> INLINE void decode_nibbles(Bytes x, Bytes low, Bytes high, Byte
   look_up(low, high, first, out), look_up(low, high, second, out + 2);
 }
 
+// Codes of 5 bits, nibble by nibble, with signs in `s`: an index of 5 bits, or levels of both signs, of which one is taken.
+template <int C, int E2, Source S, int PARITY> INLINE void decode_five(Bytes x, Bytes s, Bytes low, Bytes high, Bytes* out) {
+#ifdef HAS_VBMI
+  look_up(low, high, select(broadcast_8(16), take_bits<C, E2, S, PARITY, 4>(s), take_bits<C, E2, MAGNITUDES, 0, 0>(x)), out);
+#else
+  static constexpr ByteLevels negative = make_negative(CODES[C]);
+  Bytes index = zero();
+  unrolled<4>([&](auto bit) {
+    index = bit_or(index, take_bit<C, E2, MAGNITUDES, 0, bit.value>(x, 1 << bit.value));
+  });
+  Bytes is_negative = take_bit<C, E2, S, PARITY, 0>(s, 255);
+  Bytes l = select(is_negative, shuffle_bytes(broadcast_lane(negative.low), index), shuffle_bytes(low, index));
+  Bytes h = select(is_negative, shuffle_bytes(broadcast_lane(negative.high), index), shuffle_bytes(high, index));
+  out[0] = low_bytes(l, h), out[1] = high_bytes(l, h);
+#endif
+}
+
 // Codes of 3 bits, with signs in `s`.
 template <int C, int E2, Source S, int PARITY> INLINE Bytes index_of_three(Bytes x, Bytes s) {
 #ifdef HAS_VBMI
@@ -183,6 +209,17 @@ template <int WORD, int T> INLINE Bytes word_of(const uint8_t* arranged) {
   return place.half ? twice_high(pair) : twice_low(pair);
 }
 
+// The words with the signs of a group that has sign words.
+template <int ROLE, int GROUP, int T> INLINE Bytes signs_in(const uint8_t* arranged) {
+  constexpr Group group = GROUP_TABLE[ROLE][GROUP];
+  if constexpr (signs_of(group) == SIGNS_OF_HALF) {
+    static constexpr Control spread = make_spread(T);
+    return shuffle_bytes(load(arranged + 2 * WORDS * VECTOR_BYTES), load(spread.at));
+  } else {
+    return word_of<group.sign_word, T>(arranged);
+  }
+}
+
 // ByteLevels of a group and t of an arranged part. `low`, `high`: of table_of.
 template <int ROLE, int GROUP, int T> INLINE void decode(const uint8_t* arranged, Bytes low, Bytes high, Bytes* out) {
   constexpr Group group = GROUP_TABLE[ROLE][GROUP];
@@ -191,13 +228,16 @@ template <int ROLE, int GROUP, int T> INLINE void decode(const uint8_t* arranged
     constexpr Place place = place_of(group.word, T);
     static_assert(place.half == 0, "the two words of a group are a pair");
     decode_nibbles<C>(load(arranged + place.vector * VECTOR_BYTES), low, high, out);
+  } else if constexpr (CODES[C].bits == 5) {
+    constexpr Source source = signs_of(group);
+    constexpr Place place = place_of(group.word, T);
+    static_assert(place.half == 0, "the two words of a group are a pair");
+    Bytes x = load(arranged + place.vector * VECTOR_BYTES), s = signs_in<ROLE, GROUP, T>(arranged);
+    decode_five<C, 0, source, group.parity>(x, s, low, high, out);
+    decode_five<C, 1, source, group.parity>(x, s, low, high, out + 2);
   } else if constexpr (CODES[C].bits == 3) {
     constexpr Source source = signs_of(group);
-    constexpr bool in_half = source == SIGNS_OF_HALF;
-    static constexpr Control spread = make_spread(T);
-    Bytes x = word_of<group.word, T>(arranged), s;
-    if constexpr (in_half) s = shuffle_bytes(load(arranged + 2 * WORDS * VECTOR_BYTES), load(spread.at));
-    else s = word_of<group.sign_word, T>(arranged);
+    Bytes x = word_of<group.word, T>(arranged), s = signs_in<ROLE, GROUP, T>(arranged);
     look_up(low, high, index_of_three<C, 0, source, group.parity>(x, s), out);
     look_up(low, high, index_of_three<C, 1, source, group.parity>(x, s), out + 2);
   } else {

@@ -5,13 +5,25 @@
 #include "vectors16.h"
 
 // Levels of sign-magnitude codes of a width; those of codes that it has not repeat.
-template <int C> struct SignedLevels {
-  float at[16];
-  SignedLevels() {
-    for (int code = 0; code < 16; code++) {
-      float magnitude = CODES[C].levels[code % CODES[C].magnitudes] * CODES[C].unit;
-      at[code] = code & CODES[C].magnitudes ? -magnitude : magnitude;
+template <int C> class SignedLevels {
+  struct Table {
+    float at[16];  // of both signs, or of 16 magnitudes
+    Table() {
+      for (int code = 0; code < 16; code++) {
+        float magnitude = CODES[C].levels[code % CODES[C].magnitudes] * CODES[C].unit;
+        at[code] = code & CODES[C].magnitudes ? -magnitude : magnitude;
+      }
     }
+  };
+  const Table table;
+  const Levels level;
+
+ public:
+  SignedLevels() : level(table.at) {}
+  INLINE_MEMBER Floats operator()(Bytes code) const {
+    if constexpr (CODES[C].magnitudes < 16) return level(code);
+    Bytes sign = shift_left(bit_and(code, broadcast_32(16)), broadcast_32(27));
+    return bits_as_floats(bit_or(floats_as_bits(level(bit_and(code, broadcast_32(15)))), sign));
   }
 };
 constexpr float gain_of(int role, int group) { return role == 1 ? CODES[GROUP_TABLE[role][group].code].gain : 1; }

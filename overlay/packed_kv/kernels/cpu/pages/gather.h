@@ -37,8 +37,7 @@ static void unpack(const uint8_t* from, const Plane* planes, uint32_t (*codes)[W
   }
 }
 template <int C> static void decode_group(const uint32_t (*codes)[WIDE], const uint8_t* bytes, float gain, Row* x) {
-  const SignedLevels<C> levels;
-  Levels level(levels.at);
+  const SignedLevels<C> level;
   for (int lane = 0; lane < 16; lane += VECTOR_FLOATS) {
     Floats scale = scale_of(load_bytes(bytes + lane)) * broadcast(gain);
     for (int c = 0; c < 32; c++) store_floats(x[c] + lane, level(load(codes[c] + lane)) * scale);

@@ -70,8 +70,7 @@ struct Worker {
   template <int C> void read_group(const uint32_t (*from)[WIDE], const uint8_t* bytes, float gain, Row* to,
                                       int lane) {
     constexpr int BITS = CODES[C].bits;
-    const SignedLevels<C> levels;
-    Levels level(levels.at);
+    const SignedLevels<C> level;
     Floats scale = scale_of(load_bytes(bytes + lane)) * broadcast(gain);
     Bytes mask = broadcast_32((1 << BITS) - 1);
 #pragma GCC unroll 32
