@@ -45,12 +45,20 @@ INLINE void store_team(const Arguments& a, const Request& request, int head, con
         } else if (HAS_LSE && writes_statistics) {
             a.lse[request.row(head, column)] = sum.lse();
         }
-        if (HAS_VALUE_MEANS && is_alone && writes_statistics) put_weights(a, request, head, column, sum, target);
+        if (HAS_VALUE_MEANS && is_alone && writes_statistics)
+            target[HEAD_DIM] = sum.maximum, target[HEAD_DIM + 1] = total;
         if (is_alone || request.has(column)) for_each<4>([&](auto i) {
             target[32 * warp + 16 * (i.value / 2) + 8 * (i.value % 2) + lane.row] =
                 state.output[i.value / 2][c.value / 2 * 4 + i.value % 2 * 2 + c.value % 2] * factor;
         });
     });
+    if (HAS_VALUE_MEANS && is_alone) {  // a thread a column: 16 times in each, the loop of tiles would keep its registers
+        sync_block();
+        const int column = threadIdx.x;
+        float* target = combined + column * ROW;
+        if (column < COLUMNS && request.has(column))
+            put_weights(a, request, head, column, {target[HEAD_DIM], target[HEAD_DIM + 1]}, target);
+    }
     if constexpr (IS_FINAL) end_block(a, request, head, item, is_alone, warp, lane, weights, combined);
 }
 
