@@ -32,7 +32,7 @@ from .timing import TimedBatch, Times, describe_timed, time_step
 Say = Callable[[dict[str, Any]], None]
 REFERENCE_THREADS = 1
 """Threads of PyTorch on the CPU where a GPU is tested: references there are many small operations. On two idle cores a
-second thread saves a quarter of their time; on two busy ones, as threads wait for one another, it takes 20 times as long."""
+second thread saves a quarter of their time; on busy ones threads wait for one another, and take 20 times as long."""
 MOST_WRONG = 5
 """Wrong comparisons of a row that are named."""
 
