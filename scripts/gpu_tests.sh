@@ -2,6 +2,9 @@
 # The tests that a GPU is for. Parts, all by default: kernels (bytes equal to the CPU's, the kernel suite, offsets past
 # 2^31 bytes), selftest (which measures times), engine (graphs, prefill, drafts, hybrids in vLLM), picked (models that
 # pick tokens, and Kimi-Linear, in vLLM 0.33.0 on Hopper), memcheck (compute-sanitizer over one case of each kernel).
+# Only by name: generations (Triton's kernels on Hopper as GPUs of 8.0 and 8.9 have them: chosen for these, compiled for
+# them as far as PTX, which ptxas assembles for Hopper. It proves that their instructions are right, neither how many
+# programs fit an SM there nor a speed. The CUDA kernels do not compile for these GPUs).
 #
 #   gpu_tests.sh [PART...]   where python3 finds vLLM and packed-kv (a virtual environment, or gpu_site.sh's PYTHONPATH)
 #   gpu_tests.sh collect     only load engine's tests and check that memcheck's cases exist; needs no GPU
@@ -101,6 +104,17 @@ kernels() {
     run_pytest $(in_processes 2 24) tests/codecs/test_cuda.py tests/attention/test_sparse_steps.py tests/kernels --ignore=tests/kernels/{test_compile.py,test_compile_latent.py,test_copies.py,test_counts.py,test_triton_3_6.py,cpu}
 }
 
+# Triton's kernels alone, then in layers, whose variants and grids go by the generation.
+generations() {
+    local capability code=0
+    for capability in 8.0 8.9; do
+        echo "-- as a GPU of compute capability $capability"
+        # shellcheck disable=SC2046
+        run_pytest $(in_processes 2 24) --as-capability "$capability" tests/kernels/test_older_gpu.py tests/kernels/triton tests/kernels/test_{block_bias,key_widths,latent_layer,latent_shares,merge_lse,shares,step_launches,value_means}.py || code=1
+    done
+    return "$code"
+}
+
 selftest() { run_pytest tests/selftest/test_selftest_on_cuda.py; }
 
 engine() {
@@ -147,8 +161,8 @@ if [[ ${parts[*]} != collect ]] && ! python3 -c 'import sys, torch; sys.exit(not
     exit 1
 fi
 for part in ${parts[*]}; do
-    if [[ ! $part =~ ^(kernels|selftest|engine|picked|memcheck|collect)$ ]]; then
-        echo "gpu_tests.sh: no part '$part': kernels, selftest, engine, picked, memcheck or collect" >&2
+    if [[ ! $part =~ ^(kernels|selftest|engine|picked|memcheck|generations|collect)$ ]]; then
+        echo "gpu_tests.sh: no part '$part': kernels, selftest, engine, picked, memcheck, generations or collect" >&2
         exit 2
     fi
 done

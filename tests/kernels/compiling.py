@@ -32,7 +32,7 @@ class Case:
 
     `kernel` is "module:function"; `types` the triton types ("*u8", "i32") of its arguments that are not constexpr, of
     records by field; `constants` the constexpr ones. Arguments in `types` are taken to be multiples of 16 unless listed
-    in `unaligned`.
+    in `unaligned`. `made_for`: the compute capability of IR and PTX, if it is not that of `arch`.
     """
 
     kernel: str
@@ -41,6 +41,7 @@ class Case:
     constants: dict[str, Any]
     options: dict[str, Any] = field(default_factory=dict)
     unaligned: tuple[str, ...] = ()
+    made_for: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True)
@@ -137,6 +138,13 @@ def _by_triton(case: Case) -> Any:
     from triton.backends.compiler import GPUTarget
 
     target = GPUTarget("cuda", case.arch, 32)
+    if case.made_for is not None:
+        import older_gpu
+        import pytest
+
+        with pytest.MonkeyPatch.context() as patch:
+            older_gpu.compile_for(patch, case.made_for)
+            return triton.compile(_source(case), target=target, options=case.options)
     if case.arch in SAME_IR and triton.__version__ == "3.8.0":
         made_for = SAME_IR[case.arch]
         text = _by_triton(replace(case, arch=made_for)).asm["ttgir"]

@@ -1,4 +1,5 @@
-"""Kernel tests run on a GPU where there is one, else under Triton's interpreter.
+"""Kernel tests run on a GPU where there is one, else under Triton's interpreter; with `--as-capability` as kernels run
+on an older GPU (`older_gpu.py`).
 
 The interpreter is chosen by the environment when triton is first imported, for the whole process; so these tests have
 their own (`pytest tests/kernels`), and are skipped where triton came first without it.
@@ -11,8 +12,10 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import older_gpu
 import pytest
 import torch
+from packed_kv.gpu_generations import generation_of
 
 HERE = Path(__file__).parent
 COUNT_LAUNCHES = ("test_precompile.py", "test_bound_launches.py", "test_launch.py")
@@ -24,6 +27,21 @@ if not torch.cuda.is_available() and "triton" not in sys.modules:
     import interpreter
 
     interpreter.hasten()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--as-capability", choices=older_gpu.CAPABILITIES, help="take the GPU for one of this capability")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Before tests are imported, which ask for the capability."""
+    if (asked := config.getoption("as_capability", None)) is None:  # unknown to pytest of another folder
+        return
+    if not torch.cuda.is_available():
+        raise pytest.UsageError(f"--as-capability {asked}: PyTorch sees no GPU; run it on one of 9.0 or later")
+    patch = pytest.MonkeyPatch()
+    config.add_cleanup(patch.undo)
+    older_gpu.pretend(patch, older_gpu.CAPABILITIES[asked])
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -49,3 +67,11 @@ def _launches_are_repeated(request: pytest.FixtureRequest, monkeypatch: pytest.M
         torch.cuda.empty_cache()
     else:
         yield
+
+
+@pytest.fixture(autouse=True)
+def _cuda_kernels_are_skipped_where_none_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    if torch.cuda.is_available() and not generation_of(torch.cuda.get_device_capability()).cuda_columns:
+        from packed_kv.kernels.cuda import kernel
+
+        monkeypatch.setattr(kernel, "load", lambda *_: pytest.skip("the CUDA kernels do not compile for this GPU"))

@@ -63,6 +63,17 @@ def test_processes_by_cores(path: str, cores: int, processes: tuple[int, int, in
     assert f"ran -n {processes[2]} tests/engine" in picked and memcheck.count("ran tests/") == processes[3]
 
 
+def test_generations_only_by_name(path: str) -> None:
+    assert "--as-capability" not in run(path).stdout
+    done = run(path, "generations", failing="--as-capability 8.0")
+    assert done.returncode == 1 and done.stderr == "gpu_tests.sh: failed: generations\n"
+    ran = re.findall("ran -n 8 --as-capability (.*)", done.stdout)  # 8.9 follows what fails as 8.0
+    assert [line.split()[0] for line in ran] == ["8.0", "8.9"]
+    folders = [line.split()[1:] for line in ran]
+    assert folders[0] == folders[1] and "tests/kernels/triton" in folders[0]
+    assert all((REPO / folder).exists() for folder in folders[0])
+
+
 @pytest.mark.parametrize("failing", ["test_drafts.py", "test_combine[inf]"])
 def test_a_failure_is_told(path: str, failing: str) -> None:
     part = "engine" if "drafts" in failing else "memcheck"

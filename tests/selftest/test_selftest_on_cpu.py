@@ -204,6 +204,21 @@ def test_a_gpu_that_cannot(asked: str, changed: dict[str, Any], said: str, monke
     assert said in cannot_run(asked)
 
 
+@pytest.mark.parametrize(("asked", "threads"), [("cuda", 1), ("cpu", 2)])
+def test_references_of_a_gpu_take_one_thread(asked: str, threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    def describe(_device: torch.device) -> dict[str, str]:
+        raise device.CannotRun(f"{torch.get_num_threads()} threads")
+
+    monkeypatch.setattr(process, "find_device", torch.device)
+    monkeypatch.setattr(process, "describe", describe)
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(2)
+        assert cannot_run(asked) == f"{threads} threads"
+    finally:
+        torch.set_num_threads(before)
+
+
 @pytest.mark.parametrize(
     ("capability", "found"),
     [((8, 9), ("auto",)), ((9, 0), ("auto", "triton")), ((10, 3), ("auto", "cuda")), ((12, 0), ("auto", "cuda"))],

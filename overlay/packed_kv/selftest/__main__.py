@@ -30,6 +30,9 @@ from .launches import CPP
 from .timing import TimedBatch, Times, describe_timed, time_step
 
 Say = Callable[[dict[str, Any]], None]
+REFERENCE_THREADS = 1
+"""Threads of PyTorch on the CPU where a GPU is tested: references there are many small operations. On two idle cores a
+second thread saves a quarter of their time; on busy ones threads wait for one another, and take 20 times as long."""
 MOST_WRONG = 5
 """Wrong comparisons of a row that are named."""
 
@@ -58,6 +61,8 @@ def run(
     known."""
     try:
         device = find_device(asked)
+        if device.type == "cuda":
+            torch.set_num_threads(REFERENCE_THREADS)
         say({"machine": describe(device)})
         if compilers is not None:
             compilers.run(device)

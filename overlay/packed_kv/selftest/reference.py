@@ -89,7 +89,6 @@ class Reference:
         rows = batch.rows(index)
         own = torch.arange(end - (rows.stop - rows.start), end)[:, None]
         token = torch.arange(end)
-        raw, stored, recent = self.raw[request], self._stored(request, end), self._recent(request)
         causal, prefix = token <= own, int(own[0])
         is_raw = torch.zeros_like(causal)
         if self.own_is_raw and index >= batch.decodes:
@@ -98,11 +97,15 @@ class Reference:
         else:
             in_ring = (token >= first) & (own - token < self.shape.window)
         in_ring = in_ring & causal if self.shape.window else torch.zeros_like(causal)
-        sources = [
-            Source(stored[0], stored[1], causal & ~is_raw & ~in_ring),
-            Source(recent[0], recent[1], in_ring),
-            Source(raw[0], raw[1], is_raw),
-        ]
+        sources = []
+        for read, seen in (
+            (lambda: self._stored(request, end), causal & ~is_raw & ~in_ring),
+            (lambda: self._recent(request), in_ring),
+            (lambda: self.raw[request], is_raw),
+        ):
+            if seen.any():  # a prompt's rows read neither pages nor ring
+                key, value = read()
+                sources.append(Source(key, value, seen))
         return attention(query[rows], sources, self.shape.head_dim**-0.5)
 
     def _stored(self, request: int, end: int) -> list[torch.Tensor]:
