@@ -82,12 +82,13 @@ def test_one_vector_may_be_all_of_a_page(fmt):
 
 
 @pytest.mark.parametrize("bits", CODES)
-def test_magnitudes_are_ascending_and_exact_in_e4m3(bits):
+def test_magnitudes_are_ascending_bytes(bits):
+    """Integers below 256 over 128, so that a kernel may look them up as bytes."""
     torch = pytest.importorskip("torch")
     levels = torch.tensor(CODES[bits].magnitudes)
     assert len(levels) == 2 ** (bits - 1)
     assert (levels.diff() > 0).all()
-    assert torch.equal(levels.to(torch.float8_e4m3fn).float(), levels)
+    assert torch.equal(128 * levels, (128 * levels).round()) and 128 * levels.max() < 256
 
 
 @pytest.mark.parametrize("code", CODES.values(), ids="{0.bits} bits".format)

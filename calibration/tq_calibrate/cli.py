@@ -83,15 +83,7 @@ def parser(prog: str = "tq-calibrate") -> argparse.ArgumentParser:
     model.add_argument("--weights-only", action="store_true",
                        help="estimate from weights, without running the model")  # fmt: skip
     model.add_argument("--no-key-widths", action="store_true", help="leave K's groups the widths of the dtypes")
-    model.add_argument(
-        "--most-key-bits",
-        type=int,
-        choices=(4, 5),
-        default=4,
-        help="of a group of keys; no GPU has run the kernels for 5 yet (default: %(default)s)",
-    )
-    model.add_argument("--value-means", action="store_true",
-                       help="store V less its mean where that loses less")  # fmt: skip
+    model.add_argument("--no-value-means", action="store_true", help="store V whole, not less its mean")
     model.add_argument("--parent", type=_positive, help=argparse.SUPPRESS)  # end with this process
     model.set_defaults(run=_model)
 
@@ -116,8 +108,6 @@ def _check_engine(parser: argparse.ArgumentParser, options: argparse.Namespace) 
     given = given_of(options, OF_A_RUN)
     if options.weights_only and given:
         parser.error(f"--weights-only runs no engine; leave {', '.join(given)} out")
-    if options.weights_only and options.value_means:
-        parser.error("--weights-only finds no means; leave --value-means out")
     if options.engine == "vllm" and "--device" in given:
         parser.error(f"--device {options.device} is for transformers; CUDA_VISIBLE_DEVICES tells vLLM which GPUs")
     if options.engine == "vllm" and "--batch-size" in given:

@@ -99,4 +99,4 @@ def of_latents(layer: LayerStatistics) -> LayerStatistics:
     weight = torch.stack([x / x.mean(-1, keepdim=True).clamp_min(torch.finfo(x.dtype).tiny) for x in both]).mean(0)
     mean = None if layer.key_mean is None else layer.key_mean[:, :rank]
     keys |= {"key_weight": weight, "key_mean": mean, "key_first_mean": None, "far_key_weight": None}
-    return replace(layer, **keys, value_weight=weight)
+    return replace(layer, **keys, value_weight=weight, value_mean=None, value_first_mean=None)

@@ -49,9 +49,10 @@ def calibrate(options: argparse.Namespace) -> None:
     has_widths = not options.no_key_widths and all(x.far_key_weight is not None for x in statistics.layers.values())
     if has_widths:
         weigh_from_afar(statistics.layers)
-    choices = _choose(statistics, options.recipe, centres_values=options.value_means)
+    has_value_means = not options.no_value_means and all(x.value_mean is not None for x in statistics.layers.values())
+    choices = _choose(statistics, options.recipe, centres_values=has_value_means)
     verdicts = []
-    if options.value_means and held:
+    if has_value_means and held:
         keeps_means, verdict = _means_verdict(held_out_gain(held, choices))
         verdicts.append(verdict)
         if not keeps_means:
@@ -61,7 +62,7 @@ def calibrate(options: argparse.Namespace) -> None:
         print(f"tq-calibrate: {warning}", file=sys.stderr)
     name = Path(options.model).resolve().name if Path(options.model).exists() else options.model
     mode = 0o600 if options.parent else 0o666  # an engine loads no file that others can write
-    key_bits, on_widths = _key_widths(statistics, held, choices, options.most_key_bits) if has_widths else ({}, [])
+    key_bits, on_widths = _key_widths(statistics, held, choices) if has_widths else ({}, [])
     write_file(out, file_content(statistics, choices, options.recipe, name, key_bits), mode)
     seen = f"{statistics.tokens:,} tokens" if statistics.tokens else "weights alone, so without means of keys"
     heads = heads_in_words(statistics.kv_heads, *statistics.head_sizes)
@@ -81,11 +82,11 @@ def _means_verdict(gain: float) -> tuple[bool, str]:
 
 
 def _key_widths(
-    statistics: Statistics, held: Sums | None, choices: dict[int, LayerChoice], most: int
+    statistics: Statistics, held: Sums | None, choices: dict[int, LayerChoice]
 ) -> tuple[dict[str, tuple[int, ...]], list[str]]:
     """Return the bits of K's groups by dtype, for the dtypes that lose less by them on held-out text as well, and a
     line for each dtype."""
-    widths = key_widths(statistics.layers, choices, most)
+    widths = key_widths(statistics.layers, choices)
     gains = held_out_gains(widths, held, choices) if held and widths else dict.fromkeys(widths, 0.0)
     told = []
     for name, bits in widths.items():
@@ -127,8 +128,6 @@ def _observe(options: argparse.Namespace, model: TransformersModel | VllmModel) 
             "tokens; --context sets how many",
             file=sys.stderr,
         )
-    if options.value_means and rank_of(model.text_config):
-        raise UserError(f"--value-means are of values, and {options.model} stores latents; leave it out")
     print(f"loading {options.model} ...", file=sys.stderr)
     with tqdm(total=options.tokens + sum(map(len, held)), unit=" tokens", unit_scale=True, desc="calibrating") as bar:
         statistics, sums = model.run(sequences, held, bar.update)

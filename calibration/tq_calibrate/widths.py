@@ -29,14 +29,12 @@ LEAST_GAIN = 0.95
 """Error with other widths over the error with the dtype's own; from this ratio on, another layout is not worth it."""
 
 
-def key_widths(
-    layers: dict[int, LayerStatistics], choices: dict[int, LayerChoice], most: int
-) -> dict[str, tuple[int, ...]]:
-    """Return the bits of K's groups by dtype, at most `most`, where these lose clearly less than the dtype's own."""
+def key_widths(layers: dict[int, LayerStatistics], choices: dict[int, LayerChoice]) -> dict[str, tuple[int, ...]]:
+    """Return the bits of K's groups by dtype, where other widths than the dtype's own lose clearly less."""
     errors = [(choice, layers[number].key_variance, layers[number].key_weight) for number, choice in choices.items()]
     found = {}
     for fmt in _formats():
-        gains = {bits: gain(fmt, bits, errors) for bits in candidates(fmt, errors[0][1].shape[-1], most)}
+        gains = {bits: gain(fmt, bits, errors) for bits in candidates(fmt, errors[0][1].shape[-1])}
         best = min(gains, key=gains.__getitem__, default=None)
         if best is not None and gains[best] < LEAST_GAIN:
             found[fmt.name] = best
@@ -63,11 +61,10 @@ def held_out_gains(widths: dict[str, tuple[int, ...]], held: Sums, choices: dict
     return {name: gain(FORMATS[name], bits, errors) for name, bits in widths.items()}
 
 
-def candidates(fmt: Format, head_size: int, most: int) -> list[tuple[int, ...]]:
-    """Return the bits of groups, at most `most`, descending, that take the bytes of `fmt`, but for its own."""
+def candidates(fmt: Format, head_size: int) -> list[tuple[int, ...]]:
+    """Return the bits of groups, descending, that take the bytes of `fmt`, but for its own."""
     own, found = fmt.group_bits(head_size), []
-    widths = sorted((bits for bits in CODES if bits <= most), reverse=True)
-    for bits in combinations_with_replacement(widths, len(own)):
+    for bits in combinations_with_replacement(sorted(CODES, reverse=True), len(own)):
         try:
             key_vector(fmt, head_size, bits)
         except ValueError:

@@ -32,10 +32,11 @@ def test_a_file_with_means_of_values(
     """Written, read, checked and shown; means that gain too little on held-out text are left out."""
     out = tmp_path / "file.json"
     command = ["model", str(DEMO_MODEL), "--tokens", "512", "--out", str(out)]
-    assert main(command) == 0
+    assert main([*command, "--no-value-means"]) == 0
+    assert "values" not in capsys.readouterr().out
     without = json.loads(out.read_text())
     monkeypatch.setattr(run, "held_out_gain", lambda *_: 0.9)
-    assert main([*command, "--value-means"]) == 0
+    assert main(command) == 0
     assert "values less their means (error of outputs on held-out text 0.90" in capsys.readouterr().out
     file, written = load(out), json.loads(out.read_text())
     jsonschema.validate(written, json.loads(SCHEMA.read_text()))
@@ -47,15 +48,9 @@ def test_a_file_with_means_of_values(
     assert main(["show", str(out)]) == 0
     assert "with means of values" in capsys.readouterr().out
     monkeypatch.setattr(run, "held_out_gain", lambda *_: 0.96)
-    assert main([*command, "--value-means"]) == 0
+    assert main(command) == 0
     assert "no means of values (error of outputs on held-out text 0.96" in capsys.readouterr().out
     assert json.loads(out.read_text()) == without
-
-
-def test_weights_alone_have_no_means(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main(["model", str(DEMO_MODEL), "--weights-only", "--value-means"])
-    assert "--weights-only finds no means; leave --value-means out" in capsys.readouterr().err
 
 
 def test_the_gain_on_held_out_text_is_that_of_the_codec() -> None:

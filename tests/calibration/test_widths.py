@@ -35,12 +35,12 @@ def statistics(head_size: int, spread: float) -> LayerStatistics:
 
 
 def test_candidates_have_the_bytes_and_words_of_the_dtype() -> None:
-    assert candidates(FORMATS["tq4"], 64, 5) == [(5, 3)] and not candidates(FORMATS["tq4"], 64, 4)
-    assert candidates(FORMATS["tq4"], 128, 5) == [(5, 5, 4, 2), (5, 5, 3, 3), (5, 4, 4, 3)]
-    assert candidates(FORMATS["turboquant35"], 64, 5) == [(5, 2)]
-    assert candidates(FORMATS["tq3"], 64, 5) == [(4, 2)]
-    assert candidates(FORMATS["tq3"], 128, 5) == [(5, 3, 2, 2), (4, 4, 2, 2), (4, 3, 3, 2)]
-    assert not any(candidates(FORMATS["turboquant25"], size, 5) for size in (64, 128))
+    assert candidates(FORMATS["tq4"], 64) == [(5, 3)]
+    assert candidates(FORMATS["tq4"], 128) == [(5, 5, 4, 2), (5, 5, 3, 3), (5, 4, 4, 3)]
+    assert candidates(FORMATS["turboquant35"], 64) == [(5, 2)]
+    assert candidates(FORMATS["tq3"], 64) == [(4, 2)]
+    assert candidates(FORMATS["tq3"], 128) == [(5, 3, 2, 2), (4, 4, 2, 2), (4, 3, 3, 2)]
+    assert not any(candidates(FORMATS["turboquant25"], size) for size in (64, 128))
 
 
 @pytest.mark.parametrize(
@@ -69,11 +69,11 @@ def test_the_gain_is_that_of_the_codec(name: str, head_size: int, bits: tuple[in
 
 
 def test_widths_are_taken_where_channels_differ() -> None:
-    five = {"tq3": (4, 2), "tq4": (5, 3), "turboquant35": (5, 2)}
-    for spread, most, expected in ((0.05, 5, {}), (1.5, 4, {"tq3": (4, 2)}), (1.5, 5, five)):
+    unequal = {"tq3": (4, 2), "tq4": (5, 3), "turboquant35": (5, 2)}
+    for spread, expected in ((0.05, {}), (1.5, unequal)):
         layers = {number: statistics(64, spread) for number in range(2)}
         choices = {number: choose(layer, "turboquant35") for number, layer in layers.items()}
-        assert key_widths(layers, choices, most) == expected
+        assert key_widths(layers, choices) == expected
 
 
 def test_a_file_with_widths(

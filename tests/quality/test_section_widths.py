@@ -103,7 +103,8 @@ def test_trellis_codes_lose_less_where_chains_are_long_enough() -> None:
     assert torch.equal(read["twos"][1], read[""][1]) and of_value["joined"] < 0.9 * of_value[""]
 
 
-def test_levels_are_evenly_spaced(bits: int = 1, error: float = 0.37) -> None:
+def test_levels_are_evenly_spaced() -> None:
+    bits, error = 1, 0.37
     groups = torch.randn(2048, 32, generator=torch.Generator().manual_seed(0))
     found = section_widths.evenly_spaced(groups, bits)
     assert len(found[0].abs().unique()) <= 1 << bits - 1
