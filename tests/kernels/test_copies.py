@@ -20,7 +20,7 @@ import pytest
 import torch
 from machine_code import Code, Frame, Instruction, is_shared_load, loads_under_way, reached
 from packed_kv.formats import FORMATS
-from packed_kv.kernels.cuda import COLUMNS, HEAD_DIMS, LARGE_HEAD, grids, latent_launch, launch, most_columns, nvrtc
+from packed_kv.kernels.cuda import COLUMNS, HEAD_DIMS, LARGE_HEAD, grids, latent_launch, launch, nvrtc
 from packed_kv.kernels.cuda.source import LATENT, Source, read_sources
 from packed_kv.layout import latent_layout, page_layout, row_layout
 from variants import EVERY, half
@@ -100,8 +100,6 @@ def pairs() -> Iterator[Variant]:
     bias, output = ((False, 0), (True, 8), (True, 0)), ((BF16, False), (torch.float16, True), (torch.float32, False))
     everything = list(itertools.product(own, bias, output, (1, 2)))
     for number, (name, head_dim, columns, ring) in enumerate(half(LAYOUTS, HEAD_DIMS, grids.COLUMN_COUNTS, (0, 8))):
-        if columns > most_columns(head_dim, COLUMNS):
-            continue
         if head_dim == LARGE_HEAD and not EVERY and (not ring or name not in ("tq4", "turboquant25")):
             continue
         page = page_layout(FORMATS[name], head_dim)

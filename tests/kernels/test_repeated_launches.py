@@ -14,7 +14,7 @@ import pytest
 import torch
 from checkout import REPO
 from packed_kv.formats import FORMATS
-from packed_kv.kernels.cuda import COLUMNS, HEAD_DIMS, grids, latent_launch, most_columns, runs_on
+from packed_kv.kernels.cuda import HEAD_DIMS, grids, latent_launch, runs_on
 from repeated import rounds_that_differ
 from test_copies import LAYOUTS
 
@@ -71,8 +71,6 @@ def batches() -> Iterator[Any]:
     for name in LAYOUTS:
         for head_dim in HEAD_DIMS:
             for columns, (group, query_tokens) in groups.items():
-                if columns > most_columns(head_dim, COLUMNS):
-                    continue
                 for recent in (0, 64):
                     number += 1
                     means = (None, "one", "blocks")[number % 3]

@@ -105,20 +105,9 @@ def who_serves(engine: Engine, layer: Pairs | Latents) -> Served:
             f"the CUDA kernel compiles for {_capability(engine.capability)}, but has not been seen to run there: "
             "decode_kernel=cuda takes it, packed-kv selftest compares and times it"
         )
-    elif engine.option != "cuda" and isinstance(layer, Pairs) and _is_untimed(layer, engine.longest_decode):
-        columns = f"{layer.group} query heads per KV head times {engine.longest_decode} query tokens"
-        reason = (
-            f"the CUDA kernel of heads of {layer.head_dim} is not timed above {cuda.LARGE_TIMED} columns ({columns}): "
-            "decode_kernel=cuda takes it"
-        )
     if reason or engine.capability is None:
         return Served(TRITON, longest_of(TRITON, layer), reason)
     return Served(CUDA, longest_of(CUDA, layer, generation_of(engine.capability).cuda_columns))
-
-
-def _is_untimed(layer: Pairs, longest_decode: int) -> bool:
-    """Return whether no GPU has timed the CUDA kernel beside Triton's for decodes of so many query tokens."""
-    return layer.head_dim == cuda.LARGE_HEAD and layer.group * longest_decode > cuda.LARGE_TIMED
 
 
 def longest_of(kernel: str, layer: Pairs | Latents, columns: int = cuda.COLUMNS) -> int:
@@ -126,7 +115,6 @@ def longest_of(kernel: str, layer: Pairs | Latents, columns: int = cuda.COLUMNS)
     CUDA graphs need it; of picked latents any number, as each token is to it what a request is to others. columns: the
     most that the CUDA kernel has on the GPU."""
     if isinstance(layer, Pairs):
-        columns = cuda.most_columns(layer.head_dim, columns)
         return max(1, cuda.longest_query(layer.group, columns) if kernel == CUDA else TRITON_COLUMNS // layer.group)
     return cuda.LATENT_ROWS // layer.heads if kernel == CUDA and not layer.are_picked else ANY
 
@@ -159,7 +147,7 @@ def _those(serves: Callable[[Generation], object]) -> str:
 
 def _pairs_cuda_lacks(engine: Engine, layer: Pairs, generation: Generation) -> str | None:
     group, query_len = layer.group, engine.longest_decode
-    longest = cuda.longest_query(group, cuda.most_columns(layer.head_dim, generation.cuda_columns))
+    longest = cuda.longest_query(group, generation.cuda_columns)
     if layer.head_dim not in cuda.HEAD_DIMS:
         *others, last = cuda.HEAD_DIMS
         return f"head size {layer.head_dim} (only {', '.join(map(str, others))} and {last})"

@@ -16,8 +16,8 @@ BITS = (5, 4, 3, 2)
 """Widths that `codes.cuh` decodes."""
 COLUMNS = 64
 """The most query heads per KV head times query tokens that one pass over a request's keys serves."""
-LARGE_HEAD, LARGE_COLUMNS, LARGE_TIMED = 256, 64, 8
-"""Channels of the heads that are served only on Hopper, the most columns of theirs, and the most that were timed."""
+LARGE_HEAD = 256
+"""Channels of the heads that are served only on Hopper."""
 MAX_PASSES = 4
 """The most passes over the keys of a request. With more, the prefill route is faster, which unpacks once."""
 MAX_REQUESTS = 1 << 14
@@ -26,14 +26,6 @@ LATENT = 512, 64
 """Rank and RoPE channels of the latents that `latent.cu` attends over."""
 LATENT_ROWS = 128
 """The most query heads times query tokens of a request over latents."""
-
-
-def most_columns(head_dim: int, columns: int) -> int:
-    """Return the most columns that the kernel has of heads of these channels.
-
-    columns: `cuda_columns` of the GPU.
-    """
-    return min(columns, LARGE_COLUMNS) if head_dim == LARGE_HEAD else columns
 
 
 def pass_tokens(group: int) -> int:
@@ -47,7 +39,7 @@ def pass_tokens(group: int) -> int:
 def longest_query(group: int, columns: int = COLUMNS) -> int:
     """Return the most query tokens of a request, drafts included, that the kernel serves; 0: it serves none.
 
-    group: query heads per KV head. columns: of `most_columns`; only passes of `COLUMNS` are several.
+    group: query heads per KV head. columns: `cuda_columns` of the GPU; only passes of `COLUMNS` are several.
     """
     return MAX_PASSES * pass_tokens(group) if columns == COLUMNS else columns // group
 
