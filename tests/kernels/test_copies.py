@@ -47,6 +47,7 @@ OTHER_LOADS = {
     "rebase_maxima": "maxima of warps",
     "add_group": "weights",
     "attend": "maxima of warps, behind the last tile",
+    "store_first": "scores of token 0, behind the last tile",
     "store_team": "totals, which replace stages behind the last tile",
     "end_block": "outputs, which replace stages behind the last tile",
     "combine_blocks": "weights of parts, which replace stages behind the last tile",
@@ -112,7 +113,7 @@ def pairs() -> Iterator[Variant]:
                 warps = 1
             variant = launch.PairVariant(
                 warps, is_final, columns, 16, ring, 64, has_bias, dtype, has_lse and is_final, tiles,
-                passes if columns == COLUMNS else 1,
+                passes if columns == COLUMNS else 1, has_value_means=has_bias and number % 4 < 2,
             )  # fmt: skip
             if variant in seen:
                 continue

@@ -85,7 +85,7 @@ INLINE void mask(const Arguments& a, const Lane& lane, int first_token, float (&
         const u32 stored = stored_bytes(lane, request.seq_len - token);
         for_each<SETS>([&](auto set) { scales[b.value][set.value] &= stored; });
     });
-    if (HAS_VALUE_MEANS && first_token == 0)
+    if (HAS_VALUE_MEANS && !IS_WIDE && first_token == 0)
         Biases(a, request, hide_from_optimizer(blockIdx.y), lane).keep_first(a, request, lane, PAGE_FACTOR, scores[0]);
 }
 

@@ -114,6 +114,6 @@ INLINE void mask_ring_scores(const Arguments& a, const Request& request, int hea
         const int limit = request.limit(own_column(lane, own_of_score(r.value)));
         if (token >= limit || token < request.first_recent(limit)) scores[r.value] = minus_infinity();
     });
-    if (HAS_VALUE_MEANS && first == 0)
+    if (HAS_VALUE_MEANS && !IS_WIDE && first == 0)
         Biases(a, request, head, lane).keep_first(a, request, lane, RING_FACTOR, scores);
 }

@@ -139,8 +139,13 @@ INLINE void attend(const Arguments& a) {
     TeamState state;
     const u32 shared = shared_address(shared_memory());
     share_queries(a, request, head, warp, lane);
-    for (int column = lane.index; column < COLUMNS; column += 32)
+    for (int column = lane.index; column < COLUMNS; column += 32) {
         store_shared(shared + AT(team.maxima) + 4 * (COLUMNS * warp + column), __float_as_int(-1e30f));
+#if HAS_VALUE_MEANS
+        if (warp < 2)
+            store_shared(shared + AT(team.first) + 4 * (COLUMNS * warp + column), __float_as_int(minus_infinity()));
+#endif
+    }
     sync_block();
     u32 target = shared + AT(team.weights), other_target = target + WEIGHT_BYTES;
     bool moves = true;  // the maxima, before the next weights
@@ -170,6 +175,9 @@ INLINE void attend(const Arguments& a) {
                 float scores[1][SCORES];
                 score_ring(lane, own, scores);
                 mask_ring_scores(a, request, head, exists ? first : 1 << 30, lane, scores[0]);
+#if HAS_VALUE_MEANS
+                if (exists && first == 0) keep_first(lane, false, scores[0]);
+#endif
                 u32 scales[SETS], bits = 0;
                 ring_value_scales(request, own, exists ? first : 1 << 30, lane, scales);
                 for_each<SETS>([&](auto set) { bits |= scales[set.value]; });
@@ -204,6 +212,9 @@ INLINE void attend(const Arguments& a) {
             score_team_tile(tables, lane, own, scores, scales);
             if (__builtin_expect(first + TILE_TOKENS > masked_from || tile >= last || (HAS_BIAS && first == 0), 0)) {
                 mask(a, lane.in_rare_branch(), tile < last ? first : 1 << 30, scores, scales);
+#if HAS_VALUE_MEANS
+                if (tile < last && first == 0) keep_first(lane.in_rare_branch(), true, scores[0]);
+#endif
                 mask_shared_scales(lane.in_rare_branch(), own, request.seq_len - (tile < last ? first : 1 << 30));
             }
             for_each<TILE_BLOCKS * SETS>([&](auto i) { bits |= scales[i.value / SETS][i.value % SETS]; });
@@ -224,6 +235,9 @@ INLINE void attend(const Arguments& a) {
         });
     }
     for_own_group(warp, [&](auto group) { state.multiply(output_factor<group.value>()); });
+#if HAS_VALUE_MEANS
+    store_first(a, request, head);
+#endif
     float maxima[OWN];
     const u32 own = own_numbers(AT(team.maxima), warp, lane);
     for_each<OWN>([&](auto c) {
