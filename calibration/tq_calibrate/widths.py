@@ -25,6 +25,9 @@ from .sums import Sums
 
 NOISE = {5: 0.0019, 4: 0.0062, 3: 0.0260, 2: 0.1068}
 """bits -> squared error of a code, relative to what is coded (docs/formats.md, section 8)."""
+LARGEST_HEAD_OF_5 = 128
+"""Channels of the largest heads whose groups may have 5 bits. Over heads of 256 the decode of a draft would take longer
+(`tq4`, 24 columns, 32 x 8192, H200: 297 us for 244), and no such model has shown what they gain."""
 LEAST_GAIN = 0.95
 """Error with other widths over the error with the dtype's own; from this ratio on, another layout is not worth it."""
 
@@ -64,7 +67,8 @@ def held_out_gains(widths: dict[str, tuple[int, ...]], held: Sums, choices: dict
 def candidates(fmt: Format, head_size: int) -> list[tuple[int, ...]]:
     """Return the bits of groups, descending, that take the bytes of `fmt`, but for its own."""
     own, found = fmt.group_bits(head_size), []
-    for bits in combinations_with_replacement(sorted(CODES, reverse=True), len(own)):
+    widths = (bits for bits in CODES if bits < 5 or head_size <= LARGEST_HEAD_OF_5)
+    for bits in combinations_with_replacement(sorted(widths, reverse=True), len(own)):
         try:
             key_vector(fmt, head_size, bits)
         except ValueError:
