@@ -163,6 +163,12 @@ def with_widths(rows: list[Row]) -> list[Row]:
     return in_order({**row, "widths": ", ".join(row["key_bits"].split()) or OWN_WIDTHS} for row in rows)
 
 
+def with_means(rows: list[Row]) -> list[Row]:
+    """Rows with `means` in words, of the CUDA kernel."""
+    named = {"blocks": KEYS_ALONE, "values": "K and V"}
+    return in_order({**row, "means": named[row["means"]]} for row in rows if row["kernel"] == "cuda")
+
+
 def spread(row: Row, base: Row | None) -> str:
     """Show the median of rounds, its ratio, and the least and the most of them."""
     return f"{STEP(row, base)}, {float(row['least']):.2f} to {float(row['most']):.2f}"
@@ -307,6 +313,7 @@ AGENTS = {"output tokens/s": text("output_tokens_s", ",.0f"), "hit rate": text("
 WIDTHS = {"dtype": "µs, bits of K's groups:", "kernel": "kernel", "requests": "requests", "context": "context",
           "query_tokens": "new tokens", "recent": "window"}  # fmt: skip
 OWN_WIDTHS = "the dtype's"
+KEYS_ALONE = "K"
 OF_FP8 = {"dtype": "fp8", "bytes": "11,520"}
 CODES = {"dtype": "K and V", "bytes": "KV bytes/token", "window": "window"}
 TASKS = {"task": "task", "prompt": "prompt", "kept": "bf16 solves", "setting": "setting"}
@@ -389,6 +396,7 @@ SPECS: Mapping[str, Sequence[Spec]] = {
     ),
     "docs/server.md": (
         Spec("agents", "agents.csv", {"dtype": "24 agents, 12 GB of KV cache"}, AGENTS, prepare=in_modes),
+        Spec("agents-load", "agents_load.csv", {"dtype": "1.5 turns/s, 12 GB of KV cache"}, AGENTS, prepare=in_modes),
         Spec("throughput", "release/throughput.csv", {"dtype": "20 GB of KV cache"}, WAVE),
         Spec("server-summary", "release/serve_96.csv", {"dtype": "96 requests at once"}, SERVED),
         Spec("prefixes", "prefixes.csv", OPTIONS, HITS, prepare=last_options),
@@ -426,8 +434,13 @@ SPECS: Mapping[str, Sequence[Spec]] = {
              base={"widths": OWN_WIDTHS}),
         Spec("key-widths-store", "widths_store.csv", {"dtype": "µs, tokens:", "part": "part", "widths": "K's groups"},
              text("p50_us"), ("tokens",), prepare=with_widths),
+        Spec("key-widths-5", "widths_of_5.csv", {"dtype": "µs, new tokens:", "head_dim": "heads of", "widths":
+             "K's groups"}, ratio("p50_us"), ("query_tokens",), {"kernel": ("cuda",)}, with_widths,
+             {"widths": OWN_WIDTHS}),
         Spec("heads-of-256", "heads_of_256.csv", {"dtype": "µs, requests x context:", "kernel": "kernel"},
              ratio("p50_us"), CASE, prepare=list, base={"kernel": "bf16"}),
+        Spec("heads-of-256-drafts", "heads_of_256_drafts.csv", {"dtype": "µs, new tokens:", "kernel": "kernel"},
+             ratio("p50_us"), ("query_tokens",), prepare=list, base={"kernel": "bf16"}),
         Spec("gpu-tests", "gpu_tests.csv", {"command": "command", "result": "result"}, shows( {"card": "gpu",
              "vLLM": "vllm", "PyTorch": "torch", "commit": "commit"}), prepare=list),
     ),
@@ -436,6 +449,10 @@ SPECS: Mapping[str, Sequence[Spec]] = {
              "the file's"}, KL, kl, ("text", "prompt"), prepare=behind("text", "prompt")),
         Spec("generate-widths-planted", {f"{FOLDER}/own-widths.json": "the dtype's widths", f"{FOLDER}/widths.json":
              "the file's"}, TASKS, text("shown"), ("dtype",), prepare=tasks),
+        Spec("generate-file", {f"{FOLDER}/four-bits.json": "to 4 bits, V whole", f"{FOLDER}/five-bits-and-means.json":
+             "to 5 bits, V less its mean"}, KL, kl, ("text", "prompt"), prepare=behind("text", "prompt")),
+        Spec("value-means", "value_means.csv", {"dtype": "µs, query heads x new tokens:", "means": "means of"},
+             ratio("p50_us"), ("group", "query_tokens"), prepare=with_means, base={"means": KEYS_ALONE}),
     ),
     "docs/lab/reliability.md": (
         Spec("soak-restarts", {"soak_restarts_h200.json": "H200", "soak_restarts_cpu.json": "CPU"},
@@ -500,13 +517,13 @@ GENERATED: Mapping[str, Mapping[str, Callable[[str], str]]] = {
 
 APART = {
     "cpu": "a CPU", "cpu-amd": "a CPU", "cpu-intel": "a CPU",
-    **dict.fromkeys(("mixed-graphs", "mixed-graphs-long", "mixed-graphs-fp8", "mixed-kernels", "agents"),
+    **dict.fromkeys(("mixed-graphs", "mixed-graphs-long", "mixed-graphs-fp8", "mixed-kernels", "agents", "agents-load"),
                     "engines take turns on a card"),
     "steps-older": "wants FlashAttention 2, which the release's environment lacked",
     "prefixes": "minutes of a server per dtype", "contexts": "needs host memory and a disk", "peers": "several GPUs",
 }  # fmt: skip
 """Table of the pages on speed and servers, or of theirs in docs/lab -> why its rows are not the release's."""
-SEVERAL = ("steps-older", "contexts")
+SEVERAL = ("steps-older", "contexts", "agents-load")
 """Tables of these pages that may have rows of several commits or cards until their parts are measured again, or because
 each row is an engine of its own setting. All others have one commit, card and environment."""
 OLDER = "older"
