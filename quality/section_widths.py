@@ -1,12 +1,14 @@
 #!/usr/bin/env python3
-"""Measure what unequal widths of K's sections, a mean of V, and queries weighed from afar are worth, on a CPU.
+"""Measure what unequal widths of K's sections, V's mean, queries weighed from afar and a trellis are worth, on a CPU.
 
     python quality/section_widths.py MODEL --text FILE... --windows 4 --output kl.json
+    python quality/section_widths.py MODEL --text FILE... --widths turboquant25=3,2+twos turboquant25=3,2+joined
 
 KL divergence of the next token from the exact model, as `long_context.py` measures it, with every key and value that is
 64 or more tokens behind read back through a code, nearer ones through the ring's. Nothing is packed, so what no dtype
 has can be measured: sections of 32 channels of K, sorted by the cost of their errors, each rotated on its own and with
-a width of its own (1 and 5 bits by evenly spaced magnitudes). A row and its dtype of today have the same bytes.
+a width of its own (1 and 5 bits by evenly spaced magnitudes), or trellis codes (`tail_biting.py`) in place of today's.
+A row and its dtype of today have the same bytes.
 
 Means, scales and orders are chosen as `tq-calibrate` does, on Python's help topics. With --output, windows measured so
 far are kept in a file, and a later run continues from there.
@@ -32,6 +34,7 @@ from packed_kv.codecs.transform import ChannelTransform
 from packed_kv.formats import CODES, GROUP_SIZE, MAX_SCALE_BYTE, runs
 from packed_kv.layout import RECENT_TOKENS
 from packed_kv_quality.teacher_forced import text_windows
+from tail_biting import round_trip
 from tq_calibrate.attended import NEAR, STRIDE
 from tq_calibrate.choose import outlier_channels
 from tq_calibrate.collect import ATTENTION, Collector
@@ -49,35 +52,45 @@ BLOCKS = 8
 """Blocks of consecutive tokens of a window, over which standard errors are taken."""
 
 
+TRELLISES = {"twos": 2, "threes": 3, "joined": 3}
+"""Which groups have trellis codes -> their most bits. A chain has the groups of one width; joined, of all widths."""
+KEY_LANE, VALUE_LANE, SHORTEST_CHAIN = 8, 4, 8
+"""Channels of a group that a lane of the decode kernels has, which a chain can hold; shorter chains gain nothing."""
+
+
 @dataclass(frozen=True)
 class Row:
-    """A dtype of today, with V less its mean, K's scales and order by queries weighed from afar, and K's widths."""
+    """A dtype of today, with V less its mean, K's scales and order by queries weighed from afar, K's widths, and a
+    trellis."""
 
     dtype: str
     value_mean: bool = False
     from_afar: bool = False
     key_bits: tuple[int, ...] = ()
+    trellis: str = ""
 
     def __str__(self) -> str:
         changes = ["V less mean"] * self.value_mean + ["from afar"] * self.from_afar
-        return ", ".join([self.dtype, *changes, *[f"K {self.key_bits}"] * bool(self.key_bits)])
+        changes += [f"K {self.key_bits}"] * bool(self.key_bits) + [f"trellis {self.trellis}"] * bool(self.trellis)
+        return ", ".join([self.dtype, *changes])
 
     def less_last_change(self) -> Row:
+        if self.trellis:
+            return replace(self, trellis="")
         if self.key_bits:
             return replace(self, key_bits=())
         return replace(self, from_afar=False) if self.from_afar else Row(self.dtype)
 
 
-def rows(widths: Mapping[str, Sequence[tuple[int, ...]]]) -> list[Row]:
-    """Each dtype of `widths` as it is today, with each change, and with each list of widths of K on top."""
-    return [
-        row
-        for dtype, of_key in widths.items()
-        for row in (
-            Row(dtype), Row(dtype, True), Row(dtype, True, True),
-            *(Row(dtype, True, afar, bits) for bits in of_key for afar in (True, False)),
-        )
-    ]  # fmt: skip
+def rows(widths: Mapping[str, Sequence[tuple[tuple[int, ...], str]]]) -> list[Row]:
+    """Each dtype of `widths` as it is today, with each change, and with each list of widths of K and trellis on top."""
+    found = []
+    for dtype, changes in widths.items():
+        found += [Row(dtype), Row(dtype, True), Row(dtype, True, True)]
+        for bits, trellis in changes:
+            found.append(Row(dtype, True, True, bits))
+            found.append(Row(dtype, True, True, bits, trellis) if trellis else Row(dtype, True, False, bits))
+    return list(dict.fromkeys(found))
 
 
 @dataclass
@@ -144,7 +157,8 @@ class Sections:
         scale: of each channel, float64 [heads, channels].
         order: of the channels as they are stored, int64 [heads, channels].
         widths: (bits, groups of 32 channels) of each section.
-        longer: decoded vectors are multiplied by `Code.value_gain`.
+        longer: decoded vectors are multiplied by `Code.value_gain`, as V is.
+        trellis: of `TRELLISES`.
     """
 
     def __init__(
@@ -154,8 +168,10 @@ class Sections:
         order: torch.Tensor,
         widths: Sequence[tuple[int, int]],
         longer: bool,
+        trellis: str = "",
     ) -> None:
         self.means, self.scale, self.order, self.longer = means, scale.float(), order, longer
+        self.trellis, self.lane = trellis, VALUE_LANE if longer else KEY_LANE
         self.bits = [bits for bits, _ in widths]
         self.sizes = [GROUP_SIZE * groups for _, groups in widths]
         self.rotations = [Hadamard(size, CPU) for size in self.sizes]
@@ -166,7 +182,7 @@ class Sections:
         order = self.order.expand_as(x)
         parts = ((x - means) * self.scale).gather(-1, order).split(self.sizes, -1)
         rotated = [rotation.forward(part) for rotation, part in zip(self.rotations, parts, strict=True)]
-        far = [self.decoded(part, bits) for part, bits in zip(rotated, self.bits, strict=True)]
+        far = self.decoded(rotated)
         near = [ring.round_trip(part) for part in rotated]
 
         def restored(parts: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -175,13 +191,35 @@ class Sections:
 
         return restored(far), restored(near)
 
-    def decoded(self, y: torch.Tensor, bits: int) -> torch.Tensor:
-        """Rotated vectors fp32 [..., channels], as a code of `bits` bits gives them back."""
-        groups = y.unflatten(-1, (-1, GROUP_SIZE))
+    def decoded(self, parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """The sections of rotated vectors, fp32 [..., channels] each, as their codes give them back."""
+        groups = torch.cat([part.unflatten(-1, (-1, GROUP_SIZE)) for part in parts], -2)
+        bits = [b for b, size in zip(self.bits, self.sizes, strict=True) for _ in range(size // GROUP_SIZE)]
+        found = torch.empty_like(groups)
+        for chain in self.chains(bits):
+            found[..., chain, :] = round_trip(groups[..., chain, :], [bits[i] for i in chain], self.lane, self.longer)
+            for i in chain:
+                bits[i] = 0
+        for i, width in enumerate(bits):
+            if width:
+                found[..., i, :] = self.scalar_codes(groups[..., i, :], width)
+        return list(found.flatten(-2).split(self.sizes, -1))
+
+    def chains(self, bits: Sequence[int]) -> list[list[int]]:
+        """The groups of each trellis chain."""
+        if not self.trellis:
+            return []
+        of_widths: dict[int, list[int]] = {}
+        for i, width in enumerate(bits):
+            if width <= TRELLISES[self.trellis]:
+                of_widths.setdefault(0 if self.trellis == "joined" else width, []).append(i)
+        return [groups for groups in of_widths.values() if len(groups) * self.lane >= SHORTEST_CHAIN]
+
+    def scalar_codes(self, groups: torch.Tensor, bits: int) -> torch.Tensor:
         if bits not in CODES:
-            return evenly_spaced(groups, bits).flatten(-2)
+            return evenly_spaced(groups, bits)
         gain = CODES[bits].value_gain if self.longer else 1.0
-        return scalar.dequantize(*scalar.quantize(groups, bits), bits, gain).flatten(-2)
+        return scalar.dequantize(*scalar.quantize(groups, bits), bits, gain)
 
 
 def evenly_spaced(groups: torch.Tensor, bits: int) -> torch.Tensor:
@@ -219,8 +257,8 @@ def through_row(row: Row, layer: LayerStatistics, moments: Moments, tokens: int)
     if row.key_bits:
         key_order = (layer.key_variance * key_weight).argsort(-1, descending=True)
     widths = [(bits, 1) for bits in row.key_bits] or today
-    of_key = Sections(transform(channels, key_means, tokens), key_scale, key_order, widths, longer=False)
-    of_value = Sections(transform(channels, value_means, tokens), value_scale, value_order, today, longer=True)
+    of_key = Sections(transform(channels, key_means, tokens), key_scale, key_order, widths, False, row.trellis)
+    of_value = Sections(transform(channels, value_means, tokens), value_scale, value_order, today, True, row.trellis)
 
     def read_back(key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, ...]:
         (far_key, near_key), (far_value, near_value) = of_key.read_back(key), of_value.read_back(value)
@@ -258,15 +296,18 @@ def bits_of(row: Row | None, channels: int) -> float:
     return 8.0 if row is None else FORMATS[row.dtype].vector_bytes(channels) * 8 / channels
 
 
-def widths_of(text: str) -> tuple[str, tuple[int, ...]]:
-    """DTYPE=BITS,BITS,... of the command line."""
-    dtype, _, numbers = text.partition("=")
+def widths_of(text: str) -> tuple[str, tuple[tuple[int, ...], str]]:
+    """DTYPE=BITS,BITS,..., DTYPE=BITS,BITS,...+TRELLIS or DTYPE+TRELLIS of the command line."""
+    named, _, trellis = text.partition("+")
+    dtype, _, numbers = named.partition("=")
     if dtype not in FORMATS or FORMATS[dtype].rotation != "hadamard":
         raise argparse.ArgumentTypeError(f"{dtype} is no dtype with Hadamard rotation")
-    bits = tuple(map(int, numbers.split(",")))
+    if trellis and trellis not in TRELLISES:
+        raise argparse.ArgumentTypeError(f"{trellis} is none of {', '.join(TRELLISES)}")
+    bits = tuple(map(int, numbers.split(","))) if numbers else ()
     if unknown := set(bits) - {*CODES, *SEARCH}:
         raise argparse.ArgumentTypeError(f"there is no code of {unknown.pop()} bits")
-    return dtype, bits
+    return dtype, (bits, trellis)
 
 
 def lengths_of(text: str) -> tuple[int, int]:
@@ -284,8 +325,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     add = parser.add_argument
     add("model", help="folder")
     add("--text", nargs="+", required=True, type=Path, metavar="FILE")
-    add("--widths", nargs="+", type=widths_of, default=[widths_of(text) for text in HEADS_OF_64], metavar="DTYPE=BITS",
-        help=f"of K's sections, by dtype of the same bytes (default: {' '.join(HEADS_OF_64)})")  # fmt: skip
+    add("--widths", nargs="+", type=widths_of, default=[widths_of(text) for text in HEADS_OF_64],
+        metavar="DTYPE=BITS+TRELLIS",
+        help="of K's sections, by dtype of the same bytes, and which groups of K and V have trellis codes: "
+             f"{', '.join(TRELLISES)} (default: {' '.join(HEADS_OF_64)})")  # fmt: skip
     add("--tests", nargs="+", type=lengths_of, default=[(0, 1024), (3500, 192)], metavar="PROMPT:SCORED",
         help="tokens of the exact prompt, and behind it those that are scored (default: 0:1024 3500:192)")  # fmt: skip
     add("--windows", type=int, default=2, help="of each text (default: %(default)s)")
@@ -294,16 +337,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     add("--output", type=Path, metavar="FILE")
     add("--markdown", action="store_true")
     options = parser.parse_args(arguments)
-    widths: dict[str, list[tuple[int, ...]]] = {}
-    for dtype, bits in options.widths:
-        widths.setdefault(dtype, []).append(bits)
+    widths: dict[str, list[tuple[tuple[int, ...], str]]] = {}
+    for dtype, change in options.widths:
+        widths.setdefault(dtype, []).append(change)
     wanted: list[Row | None] = [None, *rows(widths)]
 
     Collector()  # registers the attention that the model is loaded with
     model, tokenizer = load_model(options.model, ATTENTION, "float32", CPU), load_tokenizer(options.model)
-    for dtype, bits in options.widths:
+    for dtype, (bits, _trellis) in options.widths:
         of_dtype = FORMATS[dtype].group_bits(model.config.head_dim)
-        if (len(bits), sum(bits)) != (len(of_dtype), sum(of_dtype)):
+        if bits and (len(bits), sum(bits)) != (len(of_dtype), sum(of_dtype)):
             parser.error(f"K of {bits} bits has not the bytes of {dtype}, which has {of_dtype} in this model")
     chosen_by = statistics_of(model, tokenizer, options.sequences, options.sequence_tokens)
     run, results = FarPacked(model), Results(options.output)
