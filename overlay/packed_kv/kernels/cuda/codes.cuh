@@ -25,6 +25,7 @@ constexpr int GROUPS = HEAD_DIM / 32;
 // How K and V are packed: their groups, and the widths of the chunks that a lane's words lie in, code words, then sign
 // words; whether a half word of signs follows. A latent is both.
 struct Key {
+    static constexpr bool IS_KEY = true;
     static constexpr int WORDS = KEY_WORDS, HAS_HALF = KEY_HAS_HALF;
     static constexpr Group group(int number) {
         constexpr Group groups[] = {KEY_GROUPS};
@@ -36,6 +37,7 @@ struct Key {
     }
 };
 struct Value {
+    static constexpr bool IS_KEY = false;
     static constexpr int WORDS = VALUE_WORDS, HAS_HALF = VALUE_HAS_HALF;
     static constexpr Group group(int number) {
         constexpr Group groups[] = {VALUE_GROUPS};
@@ -75,13 +77,25 @@ template <class Vector> INLINE void load_words(Words<Vector>& words, u32 address
     if constexpr (Vector::HAS_HALF) words.word[Vector::WORDS] = load_half_word(half_words, lane);
 }
 
+// The first and last of the groups of 2 bits, which follow each other: a chain goes through all of them.
+template <class Vector> constexpr int first_of_two() {
+    for (int g = 0; g < GROUPS; g++)
+        if (Vector::group(g).bits == 2) return g;
+    return 0;
+}
+template <class Vector> constexpr int last_of_two() {
+    for (int g = GROUPS - 1; g > 0; g--)
+        if (Vector::group(g).bits == 2) return g;
+    return 0;
+}
 // Loads the words of one group; the others of `words` may stay undefined.
 template <int GROUP, int CHUNK = 0, int START = 0, class Vector>
 INLINE void load_group_words(Words<Vector>& words, u32 address, u32 half_words, int lane) {
     constexpr Group group = Vector::group(GROUP);
     if constexpr (START < Vector::WORDS) {
         constexpr int width = Vector::chunk_width(CHUNK), end = START + width;
-        constexpr bool has_codes = group.word < end && group.word + (group.bits == 4) >= START;
+        constexpr bool of_chain = group.bits == 2 && START + width > Vector::group(first_of_two<Vector>()).word && START <= Vector::group(last_of_two<Vector>()).word;
+        constexpr bool has_codes = of_chain || group.word < end && group.word + (group.bits == 4) >= START;
         constexpr bool has_signs = group.bits == 3 && group.sign_word >= START && group.sign_word < end;
         if constexpr (has_codes || has_signs) load_chunk<width>(words.word + START, address + 128 * START, lane);
         load_group_words<GROUP, CHUNK + 1, end>(words, address, half_words, lane);
@@ -137,6 +151,39 @@ INLINE void decode_2_bits(u32 word, u32* pairs, const Tables& tables) {
     });
 }
 
+INLINE u32 xor_of(u32 a, u32 b, u32 c) {
+    u32 r;
+    asm("lop3.b32 %0, %1, %2, %3, 0x96;" : "=r"(r) : "r"(a), "r"(b), "r"(c));
+    return r;
+}
+INLINE u32 rotate_left(u32 x, int n) { return __funnelshift_l(x, x, n); }
+// Fields of two bits (e1, e0); the sign of a code is its e1, the e0 before and the e0 behind it in the chain, which goes
+// by fields, and for each through A (bits 0, 2, 8, 10 of a half) and B (4 further) of all groups.
+template <int GROUP, class Vector>
+INLINE void decode_trellis(const Words<Vector>& words, u32* pairs, const Tables& tables) {
+    constexpr int first = first_of_two<Vector>(), last = last_of_two<Vector>();
+    constexpr bool is_key = Vector::IS_KEY;
+    const u32 own = words.word[Vector::group(GROUP).word];
+    u32 before, behind;  // e0 of B one group before, and of A one group behind, at bits 5, 7, 13, 15
+    if constexpr (GROUP > first) before = words.word[Vector::group(GROUP - 1).word] << 1;
+    else {
+        const u32 w = words.word[Vector::group(last).word];
+        before = is_key ? rotate_left(w, 9) : prmt(w, w, 0x2301) << 1;
+    }
+    if constexpr (GROUP < last) behind = words.word[Vector::group(GROUP + 1).word] << 5;
+    else {
+        const u32 w = words.word[Vector::group(first).word];
+        behind = is_key ? rotate_left(w, 29) : prmt(w, w, 0x2301) << 5;
+    }
+    const u32 a = select_bits(0x5F5F5F5F, own, xor_of(own << 4, own << 1, before));
+    const u32 b = select_bits(0x5F5F5F5F, own >> 4, xor_of(own, own << 5, behind));
+    for_each<4>([&](auto i) {
+        constexpr int shift = i.value % 2 * 2 + i.value / 2 * 8;
+        pairs[i.value] = ((a << shift) & 0x8C008C00) | tables.base2;
+        pairs[4 + i.value] = ((b << shift) & 0x8C008C00) | tables.base2;
+    });
+}
+
 template <int GROUP, class Vector>
 INLINE void decode_group(const Words<Vector>& words, u32* pairs, const Tables& tables) {
     constexpr Group group = Vector::group(GROUP);
@@ -147,7 +194,7 @@ INLINE void decode_group(const Words<Vector>& words, u32* pairs, const Tables& t
     } else if constexpr (group.bits == 3) {
         decode_3_bits<group.parity>(words.word[group.word], words.word[group.sign_word], pairs, tables);
     } else {
-        decode_2_bits(words.word[group.word], pairs, tables);
+        decode_trellis<GROUP>(words, pairs, tables);
     }
 }
 
