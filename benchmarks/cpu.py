@@ -1,12 +1,14 @@
 """Time of decode attention of one layer on a CPU, beside vLLM's own op in bf16.
 
-    python benchmarks/cpu.py [--dtypes NAME ...] [--shapes R,N,H,G,D ...] [--isa avx512|avx2] [--threads N] [--csv FILE]
+    python benchmarks/cpu.py [--dtypes NAME ...] [--shapes R,N,H,G,D ...] [--key-bits BITS ...] [--means]
+        [--isa avx512|avx2] [--threads N] [--csv FILE]
 
 Shapes are requests, tokens of each, KV heads, query heads a KV head, channels. Both sides take turns in one process,
 each behind a sweep of 64 MB through the caches, with their arguments made before; the ratio is that of the shortest of
 `--repetitions` times. With one thread it is CPU time, which other work on the machine disturbs less. `--isa avx2` takes
 vLLM's op for processors without AVX-512, and a kernel compiled for them: one a process, as vLLM's builds register the
-same ops. No time is printed of a kernel that is not within 3e-4 of the reference.
+same ops. With --key-bits, of all groups of K, or --means, of K and V, each dtype is timed over pages with these, too, in
+the same turns. No time is printed of a kernel that is not within 3e-4 of the reference.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from packed_kv.channel_calibration import ChannelCalibration
 from packed_kv.codecs.pages import PagedCodec
 from packed_kv.formats import FORMATS
 from packed_kv.kernels.cpu.compiler import Target, best_target, processor, target_of
@@ -57,9 +60,24 @@ class Shape(NamedTuple):
         return query.bfloat16(), table.view(self.requests, self.blocks), starts, lengths
 
 
-def packed_attention(name: str, shape: Shape, target: Target) -> Callable[[], None]:
+class Pages(NamedTuple):
+    """What a file changes in pages: bits of K's groups, if not the dtype's, and whether K and V lack their means."""
+
+    key_bits: tuple[int, ...] = ()
+    means: bool = False
+
+    def codec(self, name: str, shape: Shape) -> PagedCodec:
+        """A codec of such pages of a dtype."""
+        generator, means = torch.Generator().manual_seed(2), {}
+        if self.means:
+            means = {"mean": torch.randn(shape.kv_heads, shape.head_dim, generator=generator)}
+        key = ChannelCalibration(group_bits=self.key_bits or None, **means)
+        return PagedCodec(FORMATS[name], shape.head_dim, key, ChannelCalibration(**means))
+
+
+def packed_attention(name: str, shape: Shape, target: Target, pages: Pages) -> Callable[[], None]:
     """Attention over pages of a dtype, in which the first `DISTINCT_TOKENS` tokens repeat."""
-    codec = PagedCodec(FORMATS[name], shape.head_dim)
+    codec = pages.codec(name, shape)
     generator = torch.Generator().manual_seed(1)
     distinct = min(shape.blocks, DISTINCT_TOKENS // BLOCK_SIZE)
     some = torch.zeros(distinct, shape.kv_heads, BLOCK_SIZE, codec.slot_bytes, dtype=torch.uint8)
@@ -135,13 +153,18 @@ def alternate(sides: Mapping[str, Callable[[], object]], repetitions: int) -> di
     return {side: sorted(seconds) for side, seconds in times.items()}
 
 
-def measure(shape: Shape, dtypes: list[str], target: Target, repetitions: int) -> list[dict[str, object]]:
-    """A row for each dtype."""
-    sides = {"auto": vllm_attention(shape)} | {name: packed_attention(name, shape, target) for name in dtypes}
-    times = alternate(sides, repetitions)
+def measure(
+    shape: Shape, dtypes: list[str], target: Target, repetitions: int, others: list[Pages]
+) -> list[dict[str, object]]:
+    """A row for each dtype, and for each of its other pages."""
+    cases = {f"{name} {pages}": (name, pages) for name in dtypes for pages in (Pages(), *others)}
+    sides = {label: packed_attention(name, shape, target, pages) for label, (name, pages) in cases.items()}
+    times = alternate({"auto": vllm_attention(shape)} | sides, repetitions)
     auto, rows = times.pop("auto"), []
-    for name, seconds in times.items():
+    for label, seconds in times.items():
+        name, pages = cases[label]
         row: dict[str, object] = {"dtype": name, **shape._asdict(), "threads": torch.get_num_threads()}
+        row |= {"key_bits": " ".join(map(str, pages.key_bits)), "means": "yes" if pages.means else ""}
         row |= {"target": target.name, "auto_ms": f"{auto[0] * 1e3:.3f}", "packed_ms": f"{seconds[0] * 1e3:.3f}"}
         middle = len(seconds) // 2
         row |= {"ratio": f"{seconds[0] / auto[0]:.2f}", "ratio_of_medians": f"{seconds[middle] / auto[middle]:.2f}"}
@@ -153,6 +176,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dtypes", nargs="+", choices=FORMATS, default=["tq4", "turboquant25"], metavar="NAME")
     parser.add_argument("--shapes", nargs="+", default=SHAPES, metavar="R,N,H,G,D")
+    parser.add_argument("--key-bits", type=int, nargs="+", default=[], help="of K's groups, beside the dtype's")
+    parser.add_argument("--means", action="store_true", help="K and V less their means, beside whole ones")
     parser.add_argument("--isa", choices=("avx512", "avx2"), default="avx512")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--repetitions", type=int, default=15)
@@ -160,10 +185,12 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     choose_op(arguments.isa)
+    others = [Pages(key_bits=tuple(arguments.key_bits))] * bool(arguments.key_bits)
+    others += [Pages(means=True)] * arguments.means
     target = target_of("avx2") if arguments.isa == "avx2" else best_target()
     for text in arguments.shapes:
         shape = Shape(*map(int, text.split(",")))
-        for row in measure(shape, arguments.dtypes, target, arguments.repetitions):
+        for row in measure(shape, arguments.dtypes, target, arguments.repetitions, others):
             print(" ".join(f"{name} {value}" for name, value in row.items()), flush=True)
             if arguments.csv:
                 append(arguments.csv, row | {"processor": processor()[0], **machine(), "commit": commit_here()})
