@@ -7,8 +7,8 @@ Shapes are requests, tokens of each, KV heads, query heads a KV head, channels. 
 each behind a sweep of 64 MB through the caches, with their arguments made before; the ratio is that of the shortest of
 `--repetitions` times. With one thread it is CPU time, which other work on the machine disturbs less. `--isa avx2` takes
 vLLM's op for processors without AVX-512, and a kernel compiled for them: one a process, as vLLM's builds register the
-same ops. With --key-bits, of all groups of K, or --means, of K and V, each dtype is timed over pages with these, too, in
-the same turns. No time is printed of a kernel that is not within 3e-4 of the reference.
+same ops. With --key-bits, of all groups of K, or --means, of K and V, each dtype is timed over pages with these, too.
+No time is printed of a kernel that is not within 3e-4 of the reference.
 """
 
 from __future__ import annotations

@@ -163,6 +163,19 @@ def with_widths(rows: list[Row]) -> list[Row]:
     return in_order({**row, "widths": ", ".join(row["key_bits"].split()) or OWN_WIDTHS} for row in rows)
 
 
+def with_pages(rows: list[Row]) -> list[Row]:
+    """Rows with `pages`: what a calibration file changed in them, in words."""
+    widths = {"64": "5, 3", "128": "5, 4, 4, 3"}
+    assert all(row["key_bits"] in ("", widths[row["head_dim"]].replace(",", "")) for row in rows)
+    return in_order(
+        {
+            **row,
+            "pages": "K and V less their means" if row["means"] else "groups of 5 bits" if row["key_bits"] else "tq4",
+        }
+        for row in rows
+    )
+
+
 def with_means(rows: list[Row]) -> list[Row]:
     """Rows with `means` in words, of the CUDA kernel."""
     named = {"blocks": KEYS_ALONE, "values": "K and V"}
@@ -451,6 +464,8 @@ SPECS: Mapping[str, Sequence[Spec]] = {
              "the file's"}, TASKS, text("shown"), ("dtype",), prepare=tasks),
         Spec("generate-file", {f"{FOLDER}/four-bits.json": "to 4 bits, V whole", f"{FOLDER}/five-bits-and-means.json":
              "to 5 bits, V less its mean"}, KL, kl, ("text", "prompt"), prepare=behind("text", "prompt")),
+        Spec("cpu-files", "cpu_files.csv", {"pages": "ms, requests x tokens, channels:"}, text("packed_ms", ".2f"),
+             ("requests", "tokens", "head_dim"), prepare=with_pages),
         Spec("value-means", "value_means.csv", {"dtype": "µs, query heads x new tokens:", "means": "means of"},
              ratio("p50_us"), ("group", "query_tokens"), prepare=with_means, base={"means": KEYS_ALONE}),
     ),
