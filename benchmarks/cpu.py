@@ -61,7 +61,7 @@ class Shape(NamedTuple):
 
 
 class Pages(NamedTuple):
-    """What a file changes in pages: bits of K's groups, if not the dtype's, and whether K and V lack their means."""
+    """Pages as a calibration file has them: bits of K's groups, if not the dtype's, and whether means are left out."""
 
     key_bits: tuple[int, ...] = ()
     means: bool = False
