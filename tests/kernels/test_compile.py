@@ -9,6 +9,7 @@ import pytest
 import torch
 from compiling import EXACT_FMAS, Case, Resources, check_look_ups, compile_kernels
 from packed_kv import FORMATS
+from packed_kv.codecs.rotations import ROTATIONS
 from packed_kv.formats import Format
 from packed_kv.gpu_generations import generation_of
 from packed_kv.kernels import power_of_2
@@ -89,6 +90,10 @@ def store_resources(arch: int) -> dict[str, Resources]:
     if arch == 90:
         cases["tq4, head_dim 80"] = store_case(FORMATS["tq4"], arch, False, head_dim=80)
     return dict(zip(cases, compile_kernels(list(cases.values())), strict=True))
+
+
+def test_every_rotation_is_compiled():
+    assert {FORMATS[name].rotation for name in STORED} == set(ROTATIONS), "STORED has a dtype of each rotation"
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES, ids="sm_{}".format)

@@ -10,8 +10,9 @@ def test_every_dtype_has_its_figures() -> None:
     for has_window in (True, False):
         for calibrated in (True, False):
             for rope_bits in (None, 16, 8):
-                found = [measured.kl(dtype, has_window, calibrated, rope_bits) for dtype in FORMATS]
-                assert all(kl is not None and kl > 0 for kl in found), "no question marks in a plan"
+                found = {dtype: measured.kl(dtype, has_window, calibrated, rope_bits) for dtype in FORMATS}
+                lacking = [dtype for dtype, kl in found.items() if not kl]
+                assert not lacking, f"no figures of {lacking}: CONTRIBUTING.md says what to measure"
                 assert measured.kl("bf16", has_window, calibrated, rope_bits) == 0
 
 

@@ -211,6 +211,7 @@ def test_kl_of_latents_is_that_of_the_rows() -> None:
             for calibrated, state in ((True, "yes"), (False, "no")):
                 known = partial(measured.kl, has_window=bool(window), calibrated=calibrated, rope_bits=bits)
                 for dtype in FORMATS:
+                    assert (dtype + window + rope, state) in found, f"no row of {dtype}: quality/latent_quality.py"
                     expected = round(found[dtype + window + rope, state] / found["fp8", "yes"], 2)
                     assert known(dtype) == expected, (dtype, window, bits, state)
                 assert (known("fp8"), known("bf16")) == (1, 0)

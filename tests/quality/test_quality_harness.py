@@ -191,7 +191,7 @@ class TestVerdicts:
         }
 
     def test_placebo_beside_others_does_not_tighten_their_bounds(self) -> None:
-        *rows, _ = self.in_line()
+        rows = [row for row in self.in_line() if row.dtype != "tq4"]
         found = verdicts(*rows, measurement("tq4", 0.0))
         assert found.pop("tq4") == "IDENTICAL"
         assert set(found.values()) == {"ok"}
@@ -383,7 +383,7 @@ def test_plots_without_matplotlib(monkeypatch: pytest.MonkeyPatch, capsys: pytes
 def test_demo_bounds_name_every_dtype_of_the_table() -> None:
     from packed_kv import FORMATS
 
-    assert set(DEMO_KL) == set(FORMATS)
+    assert set(DEMO_KL) == set(FORMATS), "measure with: packed-kv-quality sweep"
     assert DEMO_MODEL.is_dir()
 
 

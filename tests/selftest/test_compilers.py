@@ -19,8 +19,7 @@ from packed_kv.selftest import compilers
 from packed_kv.selftest.compilers import Compilers
 
 CPU = torch.device("cpu")
-THREE = ["isoquant3", "planarquant3", "tq3"]
-FOUR = ["isoquant4", "planarquant4", "tq4"]
+THREE, FOUR = ([fmt.name for fmt in FORMATS.values() if fmt.group_bits(128) == 4 * (bits,)] for bits in (3, 4))
 
 
 def into(folder: Path) -> Callable[[list[str], torch.device], None]:

@@ -16,7 +16,7 @@ from calibration_files import ORDERS, OUTLIERS, content, write
 from checkout import DEMO_MODEL
 from harness import engine, mean_kl, teacher_forced_logits
 from packed_kv.calibration_file import CalibrationError
-from packed_kv.channel_calibration import ChannelCalibration, LayerCalibration
+from packed_kv.channel_calibration import MIXES_NEIGHBOURS, ChannelCalibration, LayerCalibration
 from packed_kv.codecs import Codec
 from packed_kv.engine import registration
 from packed_kv.formats import FORMATS
@@ -83,7 +83,7 @@ def channels(file: dict, kv_cache_dtype: str, layer: int, role: str) -> dict:
     fields = {}
     if fmt.outlier_bits:
         fields["outliers"] = f"{role}_high_precision_indices"
-    elif fmt.rotation != "hadamard":
+    elif fmt.rotation in MIXES_NEIGHBOURS:
         fields["channel_order"] = f"{role}_channel_order"
     if role == "key":
         mean = "key_channel_mean_before_rope" if "rope" in entry else "key_channel_mean"
@@ -101,7 +101,7 @@ def channels(file: dict, kv_cache_dtype: str, layer: int, role: str) -> dict:
 def used(kv_cache_dtype: str, means: str | None = "means of keys by position") -> str:
     """Return what the log says of a file."""
     fmt = FORMATS[kv_cache_dtype]
-    channels = "outlier channels" if fmt.outlier_bits else "" if fmt.rotation == "hadamard" else "channel orders"
+    channels = "outlier channels" if fmt.outlier_bits else "channel orders" if fmt.rotation in MIXES_NEIGHBOURS else ""
     scales = "scales of keys and scales of values" if fmt.outlier_bits else "scales of keys"
     if means is None:
         return channels or "nothing"
@@ -191,7 +191,7 @@ def test_first_channels_in_their_order_are_what_is_taken_without_a_file(name: st
             f"tq-calibrate model {model}"
         )
     else:
-        order = "" if FORMATS[name].rotation == "hadamard" else ", in the model's order of channels"
+        order = ", in the model's order of channels" if FORMATS[name].rotation in MIXES_NEIGHBOURS else ""
         line = f"info: {missing} serves uncalibrated{order}. To lower its error, run: tq-calibrate model {model}"
     assert {*log} == {line}
     path = write(model, content(LAYERS, KV_HEADS, HEAD_DIM, first=True))

@@ -30,6 +30,7 @@ PHI = (1 + math.sqrt(5)) / 2
 
 def decode(dtype: str, head_dim: int, packed: bytes, outliers: list[int] | None = None) -> np.ndarray:
     """One packed vector -> float32 [head_dim]."""
+    assert dtype in DTYPES, f"tests/support/plain_decoder.py has no row of {dtype} in DTYPES"
     rotation, regular_bits, outlier_bits = DTYPES[dtype]
     channels, head_dim = head_dim, -(-head_dim // 32) * 32
     quarter = 32 * math.floor(head_dim / 4 / 32 + 0.5) if outlier_bits else 0

@@ -6,6 +6,7 @@ import pytest
 import torch
 from launchers import rotate_query, run, store_tokens
 from packed_kv import FORMATS
+from packed_kv.channel_calibration import MIXES_NEIGHBOURS
 from packed_kv.codecs.pages import PagedCodec
 from packed_kv.kernels.triton import store_section
 from packed_kv.kernels.triton.means import Means
@@ -165,7 +166,7 @@ def test_outliers_of_each_head(name, roles):
 
 
 @pytest.mark.parametrize("roles", ["key", "value", "both"])
-@pytest.mark.parametrize("name", ["isoquant3", "isoquant4", "planarquant3", "planarquant4"])
+@pytest.mark.parametrize("name", [name for name, fmt in FORMATS.items() if fmt.rotation in MIXES_NEIGHBOURS])
 def test_channel_order_of_each_head(name, roles):
     generator = torch.Generator().manual_seed(1)
     orders = torch.stack([torch.randperm(96, generator=generator) for _ in range(HEADS)])
