@@ -87,9 +87,9 @@ class Calibration:
             self.refuse(f"made for another model: {fault}, this model has layers 0 to {layers - 1}")
 
     def check_rope(self, of_model: Mapping[str, Parameters], command: str = COMMAND) -> None:
-        """Raise CalibrationError if keys were calibrated under another RoPE than the model's, `rope_parameters`.
+        """Raise CalibrationError if keys were calibrated under another RoPE than the model's (`rope_parameters`).
 
-        command: one that makes a file for the model.
+        command: a command that makes a file for the model.
         """
         if fault := self.other_rope(of_model):
             _refuse(self.path, fault, command)

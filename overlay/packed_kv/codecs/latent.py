@@ -164,8 +164,8 @@ class LatentCodec:
         return self.latent.rotate(transform.mean if transform.scale is None else transform.mean * transform.scale)
 
     def output_constant(self) -> torch.Tensor | None:
-        """The constant that sums of stored latents, with weights of sum 1, lack before the folded `W_UV`, fp32 [rank];
-        None: there is none. V's gain, which is for the codes, is taken off it."""
+        """The constant to add to weighted means of stored latents before the folded `W_UV`, fp32 [rank];
+        None: nothing. It is divided by V's gain, which is meant for the codes alone."""
         mean = self.stored_mean()
         return None if mean is None else mean / self.value_gain()
 

@@ -31,8 +31,8 @@ class PagedCodec:
     Args:
         fmt, device, positions: as for `Codec`.
         head_dim: channels of a head of K.
-        key_channels: what is known of K's channels, `head_dim` a head.
-        value_channels: what is known of V's channels, `value_dim` a head; with a mean only where K has one.
+        key_channels: calibration of K's channels, `head_dim` a head.
+        value_channels: calibration of V's channels, `value_dim` a head; with a mean only where K has one.
         value_dim: channels of a head of V, at most K's; in a page vectors of V have the size of K's. None: `head_dim`.
 
     Attributes:

@@ -125,8 +125,8 @@ class ChannelTransform:
         return self._stacked(self._rows())
 
     def table(self, order: torch.Tensor) -> torch.Tensor:
-        """Return, for kernels, the rows of `rows` and the scale of the channels in packing order, fp32 [1 or heads, 4,
-        stored_dim], contiguous. order: int64 [stored_dim] or [heads, stored_dim]."""
+        """Return, for kernels, the rows of `mean_rows` and the scale of the channels in packing order, fp32 [1 or
+        heads, 4, stored_dim], contiguous. order: int64 [stored_dim] or [heads, stored_dim]."""
         scale = torch.ones(self.stored_dim, device=self.device) if self.scale is None else self.scale
         *rows, order = torch.broadcast_tensors(*self._rows(), scale, order)
         return self._stacked([row.gather(-1, order) for row in rows])
