@@ -140,7 +140,8 @@ def log_capacity(vllm_config: VllmConfig, block_size: int) -> None:
     if not cache.num_gpu_blocks:
         return
     stored, dense = bytes_per_token(vllm_config)
-    if vllm_config.model_config.is_hybrid:  # by now vLLM has the smallest of all groups
+    # By now vLLM's block size is the smallest of all groups; a state's is the context's length.
+    if vllm_config.model_config.is_hybrid:
         vllm_config, cache = copy.copy(vllm_config), copy.copy(cache)
         vllm_config.cache_config, cache.block_size = cache, block_size
     context, request = vllm_config.model_config.max_model_len, longest_request(vllm_config)
