@@ -114,7 +114,7 @@ SIGN_HALF_SHIFT = tuple(4 * (NIBBLES[e] & 3) + 3 - 2 * (e >> 2 & 1) - (e >> 3) f
 class VectorLayout:
     """Words of a lane for one vector of 16 tokens, from the bits of each of the vector's groups.
 
-    `is_cut`: each group is a section of its own, else each run of groups of equal bits is one.
+    `is_cut`: each group is a section; else each run of groups of equal bits is a section.
     """
 
     group_bits: tuple[int, ...]
@@ -205,7 +205,7 @@ class PageLayout:
 def page_layout(
     fmt: Format, head_dim: int, orders: tuple[str, ...] = PAIR, key_bits: tuple[int, ...] | None = None
 ) -> PageLayout:
-    """Layout of the pages of `fmt` at `head_dim`, which have one vector of each order, "key" or "value", of a token.
+    """Layout of the pages of `fmt` at `head_dim`, with one vector per token in each order, "key" and "value".
 
     key_bits: of each group of K, from a calibration file; None: the format's.
 

@@ -20,7 +20,7 @@ TILE = 1024
 
 
 class Tokens:
-    """A tensor [sequences, KV heads, tokens, width] that gets tokens at its end and loses them at both ends.
+    """A tensor [sequences, KV heads, tokens, width]; tokens are appended at its end and removed at both ends.
 
     Its memory has room for up to an eighth more, so a token is copied about 8 times in all, however many follow it.
     """

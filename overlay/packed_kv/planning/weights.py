@@ -22,9 +22,10 @@ LARGEST = 1 << 50
 
 @dataclass(frozen=True)
 class Weights:
-    """Bytes of the whole model, of what every token reads of it and of all experts, of which a token reads a share.
+    """Bytes of the whole model, of the weights that every token reads, and of all experts, of which a token reads a
+    share.
 
-    `source`: where they are from, in words. `again`: of `dense`, bytes that layers read which run more than once.
+    `source`: where they are from, in words. `again`: bytes of `dense` read again by layers that run more than once.
     """
 
     total: float
