@@ -146,7 +146,7 @@ def differing(picks: Sequence[torch.Tensor], true: Sequence[torch.Tensor], top_k
 
 @dataclass
 class Tally:
-    """Figures of a coding, a value per row of text; of the token-wise ones the mean over the tokens that count."""
+    """Figures of a coding, a value per row of text; token-wise figures are means over the tokens that count."""
 
     kl: list[float]
     same: list[float]

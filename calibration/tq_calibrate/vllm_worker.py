@@ -65,7 +65,7 @@ def _keeps_keys(layer: object) -> bool:
     """True if a layer stores K and V."""
     if not isinstance(layer, Attention) or layer.attn_type != AttentionType.DECODER:
         return False
-    return layer.kv_sharing_target_layer_name is None  # else it reads another layer's cache
+    return layer.kv_sharing_target_layer_name is None  # without one, it reads another layer's cache
 
 
 def _keeps_latents(layer: object) -> bool:
@@ -124,8 +124,8 @@ def _record_latents(
 
 
 def _up_projections(layer: Any, dtype: torch.dtype) -> torch.Tensor:
-    """W_UK and W_UV of this rank's heads, [heads, nope_dim + value_dim, rank]; found as `_output_columns` finds those
-    of the output projection."""
+    """W_UK and W_UV of this rank's heads, [heads, nope_dim + value_dim, rank]; found as `_output_columns` finds the
+    output projection's columns."""
     rows = _products(layer.kv_b_proj, torch.eye(layer.kv_lora_rank, dtype=dtype), layer.kv_b_proj)
     return rows.unflatten(1, (layer.num_heads, -1)).permute(1, 2, 0)
 

@@ -28,7 +28,7 @@ def log_window(config: VllmConfig) -> None:
 
 
 def find_window(config: VllmConfig) -> tuple[int, str]:
-    """Tokens of the recent window (0: none), and the reason if there is none against the options, or "". Raises
+    """Tokens of the recent window (0: none), and the reason if there is none although nobody asked for 0, or "". Raises
     OptionError."""
     asked = read_options(config.additional_config).recent_tokens
     if asked == 0 or config.model_config.runner_type == "draft":
