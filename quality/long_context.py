@@ -73,7 +73,7 @@ class FarPacked:
 
     def log_probs(self, ids: torch.Tensor, cache: DynamicCache, scored: int) -> torch.Tensor:
         """Return log probabilities, fp32 [scored, vocabulary], of the tokens that follow the last `scored` of a context
-        int64 [1, tokens]. The cache holds those before them, and afterwards again."""
+        int64 [1, tokens]. The cache holds the tokens before the scored ones, and is cut to these again afterwards."""
         logits = self.model(ids[:, -scored:], **{CACHE_ARGUMENT: cache}, use_cache=True).logits[0]
         cache.crop(-scored)
         return logits.float().log_softmax(-1)
@@ -291,7 +291,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         windows |= {f"{Path(path).stem} {number}": piece for number, piece in enumerate(pieces)}
 
     def cases(length: int) -> list[Case]:
-        """Return the cases of our dtypes, then those of others, which know neither file nor window."""
+        """Return the cases of our dtypes, then the cases of other codes, which have neither file nor window."""
         of_ours = [
             Case(dtype, file, recent, length)
             for dtype in options.dtypes for file in files for recent in options.recent

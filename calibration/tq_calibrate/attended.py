@@ -41,10 +41,10 @@ class Scores:
 
 
 class FarAttention(NamedTuple):
-    """Sums of squared attention weights of pairs of a key and a sampled query at least `NEAR` tokens later.
+    """Sums of squared attention weights over pairs of a key and a sampled query at least `NEAR` tokens later.
 
-    `of_keys`: fp32 [tokens, KV heads], what each key gets. `of_queries`: fp32 [tokens, heads], what each query gives.
-    Both leave out keys of position 0, and are 0 in sequences of up to `NEAR` tokens.
+    `of_keys`: fp32 [tokens, KV heads], sum of each key. `of_queries`: fp32 [tokens, heads], sum of each query. Both
+    leave out keys of position 0, and are 0 in sequences of up to `NEAR` tokens.
     """
 
     of_keys: torch.Tensor

@@ -45,7 +45,7 @@ class Collector:
     ) -> None:
         """Run batches of whole sequences of equal length; `progress` is told the tokens of each. Raises UserError.
 
-        Of one model, any number of times.
+        May be called again for the same model.
         """
         if rank_of(model.config.get_text_config()):
             self.latents, self.sums.has_latents = self.latents or Latents(model), True

@@ -13,7 +13,8 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 CONTEXT = 1 << 15
 """Context in tokens, if a model's configuration does not tell."""
 CLEARLY = 1.02
-"""A layer counts as one without RoPE from this ratio: energy of the mean after RoPE to energy of a mean before RoPE."""
+"""From this ratio on, a layer counts as one without RoPE: energy of keys' mean as stored, over energy of their mean
+with a RoPE undone."""
 
 
 class ModelRope(NamedTuple):
@@ -96,9 +97,9 @@ def sums_before_rope(x: torch.Tensor, rope: Rope, weights: torch.Tensor | None =
 
 
 def stored_squares(means: torch.Tensor, found: ModelRope) -> torch.Tensor:
-    """Mean squares of keys behind RoPE less their block's mean, over all positions of the model.
+    """Mean squares of keys after RoPE minus their block's mean, over all positions of the model.
 
-    `means`: of what `sums_before_rope` sums, float64 [heads, 5 / 2 head_dim]; gives [heads, head_dim].
+    `means`: means of the terms of `sums_before_rope`, float64 [heads, 5 / 2 head_dim]; gives [heads, head_dim].
     """
     mean, squares, products = _split(means)
     first, second, _ = _pairs(mean, found.rope)

@@ -92,8 +92,8 @@ class VllmModel:
     def run(
         self, sequences: list[list[int]], held: list[list[int]], progress: Callable[[int], object]
     ) -> tuple[Statistics, Sums]:
-        """Statistics over whole sequences, and sums over those held out, run one at a time. `progress` is called with
-        the tokens of each.
+        """Statistics over whole sequences, and sums over held-out sequences, run one at a time. `progress` is called
+        with the tokens of each.
 
         Raises UserError.
         """

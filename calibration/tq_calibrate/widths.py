@@ -80,9 +80,9 @@ def candidates(fmt: Format, head_size: int) -> list[tuple[int, ...]]:
 
 
 def gain(fmt: Format, bits: Sequence[int], errors: Iterable[tuple[LayerChoice, torch.Tensor, torch.Tensor]]) -> float:
-    """Return the geometric mean over layers of the error of scores with these bits over that with the dtype's own.
+    """Return the geometric mean over layers of the scores' error with these bits over the error with the dtype's own.
 
-    errors: of each layer its choice, and mean squares of what is stored less its mean, and of queries, float64 [KV
+    errors: for each layer its choice, mean squares of stored channels minus their mean, and of queries, float64 [KV
     heads, head_size].
     """
     ratios = []

@@ -109,7 +109,7 @@ def read_own(folder: int, path: Path) -> bytes:
 
 @contextlib.contextmanager
 def locked(folder: int, path: Path, waiting: Callable[[], None]) -> Iterator[int]:
-    """Wait for the lock that a file of an own folder is, and hold it; `waiting` is called before a wait.
+    """Wait for a lock file in an own folder, and hold the lock; `waiting` is called before a wait.
 
     Gives its descriptor: the lock is free when all copies of it are closed. The file's content stays as it is. A file
     of this user's that others can write, as some umasks make it, is closed to them. Raises as `open_own` does.

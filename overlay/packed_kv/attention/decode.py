@@ -156,7 +156,7 @@ class PairWorkspace:
         self, partial: torch.Tensor, stats: torch.Tensor, lse: torch.Tensor | None, bias: torch.Tensor | None
     ) -> Merge:
         """Return the merge of fp32 [tokens, query heads, splits, head_dim] and [tokens, query heads, splits, 2].
-        `bias`: of `take`."""
+        `bias`: queries' biases that `take` returned."""
         bias = bias if self.shape.bias.keeps_first else None
         return Merge(MergeLaunch.step(partial, stats, self.shape.group, lse, bias), merge_tile(partial.shape[2]))
 

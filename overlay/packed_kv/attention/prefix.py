@@ -106,9 +106,9 @@ class KeyPart:
     """A part in the form that the kernels and FlashAttention take.
 
     `seen` are its rows of the prefill; `lengths`, FlashAttention's arguments for where each request's rows and keys
-    begin in the part, int32 [requests + 1] on the device, and the most of one; `micro_blocks` and `rows` are those of
-    `gather`; `positions`, int32 [tokens], are the keys' places in their requests; `recent` are the spans of
-    `gather_ring`, or None.
+    begin in the part, int32 [requests + 1] on the device, and the most rows and keys of a request; `micro_blocks` and
+    `rows` are arguments of `gather`; `positions`, int32 [tokens], are the keys' places in their requests; `recent` are
+    the spans of `gather_ring`, or None.
 
     For a window with only a left end, FlashAttention 2 puts the right end `max_seqlen_k` keys on. With more rows than
     keys, that is too near for the first rows, so it gets the larger of both numbers (for other versions it is only an

@@ -222,7 +222,7 @@ def unpack_codes(packed: torch.Tensor, vector: VectorLayout, role: str) -> torch
     half = packed[:, word_bytes:].contiguous().view(torch.int16).to(torch.int32).unflatten(-1, (-1, LANES))
     paired = sign_words.transpose(1, 2)[:, :, None, :, None] >> _sign_shifts(packed.device) & 1
     single = half.unsqueeze(-1) >> _shifts(SIGN_HALF_SHIFT, packed.device) & 1
-    signs = torch.cat((paired.flatten(1, 2), single), dim=1)  # of the groups that have sign words
+    signs = torch.cat((paired.flatten(1, 2), single), dim=1)  # number among groups with sign words
     codes, at = [], 0
     for bits, count in runs(vector.group_bits):
         width = code_of(bits)

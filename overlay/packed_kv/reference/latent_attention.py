@@ -13,8 +13,8 @@ def page_lens(query_start: torch.Tensor, seq_lens: torch.Tensor, first: torch.Te
     """Tokens of decodes that their last query reads in latents' pages; each query before it reads one less. Later
     tokens, its own included, are read in the ring: up to `window`.
 
-    The reference of `kernels.triton.latent_ring.split_lens`. If a ring lacks part of the window, drafts read in pages
-    all tokens before the ring's first one.
+    The reference of `kernels.triton.latent_ring.split_lens`. Where a ring lacks part of the window, the first query
+    token reads in pages all tokens before the ring's first one, and each further query token one more.
 
     Args:
         query_start: int32 [requests + 1].

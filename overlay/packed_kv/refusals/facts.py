@@ -118,7 +118,7 @@ class Drafts(Record):
 class Vllm(Record):
     """Abilities of the vLLM that is installed.
 
-    version_without_latents: its version, if its latent attention has not what packed pages need.
+    version_without_latents: its version, if its latent attention lacks features that packed pages need.
     version_without_rows: the same of sparse attention over latents, on CUDA.
     groups_stay: a spec can keep its cache group from KV connectors.
     states_fit: blocks beside state layers are sized by latents as they are stored.
@@ -174,7 +174,7 @@ class Latents(Record):
     is_mla, is_sparse: it has latent attention, and layers that read picked tokens.
     has_dense_layers: of a model with attention sinks, some layers read all tokens.
     rank, rope_size: channels of a latent vector, and of RoPE beside it.
-    size, built_size: both together, and those that its backend was made for.
+    size, built_size: the sum of both, and the sum that its backend was made for.
     layer_class: class of a layer that is none of vLLM's `MLAAttention`.
     """
 

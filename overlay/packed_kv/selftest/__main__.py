@@ -34,7 +34,7 @@ REFERENCE_THREADS = 1
 """Threads of PyTorch on the CPU where a GPU is tested: references there are many small operations. On two idle cores a
 second thread saves a quarter of their time; on busy ones threads wait for one another, and take 20 times as long."""
 MOST_WRONG = 5
-"""Wrong comparisons of a row that are named."""
+"""Most wrong comparisons of a row that are listed."""
 
 
 def main(arguments: Sequence[str]) -> int:

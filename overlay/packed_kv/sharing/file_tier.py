@@ -286,7 +286,7 @@ class PackedFileTier(FileSystemTierManager):
     def _load(self, job: int, first: int, chunks: Sequence[tuple[Path, memoryview]]) -> None:
         """Read chunks, in a thread. vLLM keeps a job's chunks before the first that fails, and logs one line of error.
 
-        Those behind it are read nevertheless: damaged files would otherwise stay, as only what is missing is written.
+        Chunks behind it are read nevertheless: damaged files would otherwise stay, as only what is missing is written.
         """
         failed: list[tuple[int, OSError]] = []
         for number, (path, pages) in enumerate(chunks, start=first):

@@ -15,7 +15,7 @@ struct Stage {
     u8 values[BLOCKS][BLOCK_BYTES];
     u8 weights[TILE][WEIGHT_BYTES];  // fp16
     float maxima[ROWS];              // of the scores so far
-    float totals[4][ROWS];           // of a group's weights, by warp
+    float totals[4][ROWS];           // sums of a group's weights, by warp
     float tops[4][ROWS];             // of the scores of this tile, by warp
 };
 constexpr int STAGE_BYTES = (sizeof(Stage) + 1023) / 1024 * 1024, QUERY_BLOCK_BYTES = ROWS * 128;

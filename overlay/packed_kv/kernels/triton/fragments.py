@@ -286,7 +286,7 @@ def _positions(codes, POSITIONS: tl.constexpr):
 def _in_registers(zero, bits: tl.constexpr):
     """Constants of the assembly, plus a `zero` that the compiler does not know to be one.
 
-    So they stay in registers. Otherwise ptxas would move them there for every `prmt` and `lop3`, which take one
+    This keeps them in registers. Otherwise ptxas would move them there for every `prmt` and `lop3`, which take one
     constant.
     """
     return zero + _constant(bits, 0), zero + _constant(bits, 1)

@@ -28,8 +28,7 @@ MAX_BIAS_PROGRAMS = 8
 shorter than a model's longest."""
 _QUERY_ROWS, _COLUMNS = tl.constexpr(QUERY_ROWS), tl.constexpr(COLUMNS)
 LATER_TOKENS = tl.constexpr(256)
-"""Most positions from a query to the request's last one (`served.py`); a query goes through the tiles up to that
-one."""
+"""Most positions from a query to the request's last token (`served.py`): a query's tiles end where the request's do."""
 
 
 class Means(NamedTuple):

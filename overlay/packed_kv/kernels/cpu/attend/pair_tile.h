@@ -145,7 +145,7 @@ struct PairTile : Columns {
   void collect(float* to) const {
     for (int column = 0; column < count; column++, to += STORED_DIM) collect_column(column, to);
   }
-  void collect_column(int column, float* to) const {  // e3 = d4 and e2 = d3; a word and the next are of a row d2 d1 d0
+  void collect_column(int column, float* to) const {  // e3 = d4 and e2 = d3; a row d2 d1 d0 has a word and the next
     Floats pair[2];
     each_sum(column, [&](int i, const float* sum) {
       pair[i & 1] = load_floats(sum);
