@@ -356,7 +356,8 @@ def row_of(results: Results, case: Case, windows: Sequence[str], model: PreTrain
 def print_results(
     options: argparse.Namespace, results: Results, windows: Sequence[str], cases: Mapping[int, Sequence[Case]]
 ) -> None:
-    """KL divergence by prompt length, and its ratios to that without a file, with the first one and of fp8."""
+    """KL divergence by prompt length, and its ratios to the KL divergences without a file, with the first file, and of
+    fp8."""
     first, rows = options.calibration[0], []
     several = len(options.calibration) > 1
     for line in zip(*cases.values(), strict=True):

@@ -1,4 +1,4 @@
-"""Join the sums of tensor-parallel ranks into those of the whole model."""
+"""Join the sums of tensor-parallel ranks into sums of the whole model."""
 
 from __future__ import annotations
 

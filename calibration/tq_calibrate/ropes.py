@@ -13,8 +13,8 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 CONTEXT = 1 << 15
 """Context in tokens, if a model's configuration does not tell."""
 CLEARLY = 1.02
-"""From this ratio on, a layer counts as one without RoPE: energy of keys' mean as stored, over energy of their mean
-with a RoPE undone."""
+"""A layer counts as one without RoPE from this ratio on: energy of keys' mean as stored, over energy of their mean with
+a RoPE undone."""
 
 
 class ModelRope(NamedTuple):

@@ -171,7 +171,7 @@ def _output_columns(model: torch.nn.Module, layer: Any, number: int, dtype: torc
 def _output_projection(model: torch.nn.Module, layer: Any, number: int) -> Any:
     """The linear layer that reads an attention layer's output."""
     for parent in model.modules():
-        # vLLM's models hold their attention layers; those of its Transformers backend are found by the layer's number.
+        # vLLM's models hold their attention layers; its Transformers backend finds them by the layer's number.
         if layer not in parent.children() and getattr(parent, "layer_idx", None) != number:
             continue
         beside = [(name, child) for name, child in parent.named_children() if isinstance(child, LinearBase)]

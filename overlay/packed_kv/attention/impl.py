@@ -1,7 +1,8 @@
 """vLLM's attention implementation of one layer: refusals, the codec and kernels, and the call of each step.
 
 `layer.py` has the step: a batch's decodes run on a decode kernel (`decode.py`; on a CPU `cpu.py`) and the rest on the
-prefill kernel (`prefill.py`; `cpu_prefill.py`); what these do not serve, in PyTorch (`reference/attention.py`).
+prefill kernel (`prefill.py`; `cpu_prefill.py`); anything that these do not serve runs in PyTorch
+(`reference/attention.py`).
 """
 
 from __future__ import annotations

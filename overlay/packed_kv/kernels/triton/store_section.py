@@ -184,8 +184,8 @@ def store_section(
 
 @triton.jit
 def _own_groups(index, block, tokens, HEADS: tl.constexpr, ROWS: tl.constexpr, GROUPS: tl.constexpr):
-    """For the lanes `index` of a block of ROWS rows: group in the section, vector (token, head), and whether it
-    exists."""
+    """Group in the section, vector (token, head), and whether it exists, for the lanes `index` of a block of ROWS
+    rows."""
     A_VECTOR: tl.constexpr = padded_groups(GROUPS)
     row = index // 4
     vector, group = block * (ROWS // A_VECTOR) + row // A_VECTOR, row % A_VECTOR
