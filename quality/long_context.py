@@ -153,8 +153,8 @@ def bytes_of_token(dtype: str, model: PreTrainedModel) -> int:
 def layer_codecs(
     dtype: str, cache: DynamicCache, tokens: int, file: Calibration | None, codec: str = "reference"
 ) -> Mapping[int, ReadBack]:
-    """Make what reads back up to `tokens` keys and values of each layer of the cache, with what it takes of a
-    calibration file.
+    """Make the readers of up to `tokens` keys and values of each layer of the cache, with their parts of a calibration
+    file.
 
     codec: of `CODECS`.
     """

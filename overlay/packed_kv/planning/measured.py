@@ -5,7 +5,7 @@ and the estimate of a decode step that they give.
     reading = weights / rate of bf16 + KV / rate of the dtype                        bytes of one rank
     collectives = 2 a layer, each `collective`, where there are several ranks
 
-A rate is a measured share of a card's peak bandwidth (`rate`); `fixed` and `request` are what a step takes beside
+A rate is a measured share of a card's peak bandwidth (`rate`); `fixed` and `request` are a step's time besides
 reading: launches, sampling, the host; and arithmetic, which ranks share.
 """
 

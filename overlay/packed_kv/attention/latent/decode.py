@@ -261,7 +261,7 @@ class HopperLatents(DecodeKernel[HopperLatentStep, Attended]):
         self, step: HopperLatentStep, cache: torch.Tensor, queries: tuple[torch.Tensor, ...], ring: Ring | None = None,
         output: torch.Tensor | None = None,
     ) -> Attended:  # fmt: skip
-        """Nothing is launched between the kernel over pages and that for the ring, which begins
+        """Nothing is launched between the kernel over pages and the ring's kernel, which begins
         early (`kernels/cuda/early_launch.py`)."""
         q_latent, q_rope = queries
         binding_key = (cache.data_ptr(), cache.stride(), q_latent.dtype)

@@ -221,8 +221,8 @@ class CudaLatentDecode(CudaKernel[int]):
             query: bf16 or fp16 [tokens, heads, 512] for latents as stored (`LatentCodec.fold`), of the constructor's
                 dtype, unit stride over channels; address and other strides are multiples of 16 bytes.
             rope_query: likewise [tokens, heads, 64].
-            output: [tokens, heads, 512], likewise (strides are multiples of 8 channels); filled with the sums of
-                latents as stored, whose weights sum to 1, and the constant; None where parts are left.
+            output: [tokens, heads, 512], likewise (strides are multiples of 8 channels); filled with weighted means of
+                stored latents plus the constant; None where partial results are left.
         """
         assert query.dtype is self.query and (output is None or output.dtype is self.output), (query.dtype, self.query)
         assert (output is None) is (self.output is None), self.output

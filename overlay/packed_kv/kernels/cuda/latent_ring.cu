@@ -172,7 +172,7 @@ extern "C" __global__ void __launch_bounds__(256, SHARES < 4 ? 2 : 1) attend_lat
     const int seq_len = load_int(a.seq_lens + request), page_len = load_int(a.page_lens + request);
     const int first_part = load_int(a.spans + 2 * request), parts = load_int(a.spans + 2 * request + 1);
     const int rows = queries * HEADS, first = max(page_len - queries + 1, 0);
-    // Lengths and parts are never negative: with this test all six loads are under way at once.
+    // Lengths and parts are never negative; testing their signs here puts all six loads under way at once.
     if ((first_row >= rows) | (min(min(seq_len, page_len), min(first_part, parts)) < 0)) return wait_for_kernel_before();
 
     // Four threads copy a token of the tile. A token whose block is 0, the null block, is not in the request: it

@@ -84,7 +84,7 @@ class StoreLatentsLaunch(Launch):
 
     @staticmethod
     def step(codec: LatentCodec, slots: torch.Tensor, ring_slots: torch.Tensor | None = None) -> StepLaunch:
-        """`ring_slots`: where the first so many tokens go in the ring."""
+        """`ring_slots`: slots in the ring of the first tokens."""
         tokens, layout = len(slots), kernel_layout(codec.layout)
         if ring_slots is None:
             ring_slots = slots[:0]

@@ -110,8 +110,8 @@ class StoreLaunch(Launch):
         ring_slots: torch.Tensor | None = None,
         rotate: RotateStep | None = None,
     ) -> StepLaunch:
-        """`positions`: None where the codec does not depend on them. `ring_slots`: where the first so many tokens go in
-        the ring. `rotate`: of `RotateQueryLaunch` with the same positions, for the launch with queries."""
+        """`positions`: None where the codec does not depend on them. `ring_slots`: slots in the ring of the first
+        tokens. `rotate`: of `RotateQueryLaunch` with the same positions, for the launch with queries."""
         tokens = len(slots)
         if positions is None:
             assert not codec.needs_positions
