@@ -20,7 +20,7 @@ def add_options(parser: ArgumentParser) -> None:
 
 
 def column(text: str) -> tuple[str, str]:
-    """Raises ValueError unless the text has a name, = and what stands in the column."""
+    """Raises ValueError unless the text is NAME=VALUE, a column and its content."""
     name, equals, cell = text.partition("=")
     if not name or not equals:
         raise ValueError(text)

@@ -201,7 +201,7 @@ def _lloyd_max(y: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _search(groups: torch.Tensor, levels: torch.Tensor, bits: int, span: tuple[int, int]) -> torch.Tensor:
-    """`scalar.search_scale` for any levels and any candidates."""
+    """Like `scalar.search_scale`, for any levels and candidates."""
     start = scalar.absmax_scale(groups, bits).to(torch.int16)
     best, least = scalar.absmax_scale(groups, bits), torch.full(groups.shape[:-1], math.inf)
     for offset in range(span[0], -span[1] - 1, -1):

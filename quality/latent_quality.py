@@ -40,14 +40,14 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 COLUMNS = ("coding", "calibrated", "bytes", "kl", "kl_error", "perplexity", "recall")
 BASELINES = ("fp8", "nvfp4")
-"""Codings that later ones' KL is compared with."""
+"""Codings whose KL serves as reference for later codings."""
 Coding = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
 """Latents [..., rank] and RoPE channels -> latents for K, for V, and RoPE channels, all fp32."""
 
 
 @dataclass(frozen=True)
 class Windowed:
-    """The last `window` tokens, a query's own included, by `near`; those before them by `far`."""
+    """Codes the last `window` tokens, a query's own included, by `near`, and earlier tokens by `far`."""
 
     far: Coding
     near: Coding
@@ -114,8 +114,8 @@ def channels_of(fmt: Format, layer: LayerCalibration | None) -> ChannelCalibrati
 def packed(
     name: str, rank: int, rope_dim: int, layer: LayerCalibration | None, rope: str, device: str, window: int = 0
 ) -> Coding | Windowed:
-    """A dtype, by the codec of its pages, with RoPE channels as `ROPE_BYTES` names them; with a window, by that of the
-    ring, too."""
+    """A dtype, by the codec of its pages, with RoPE channels as `ROPE_BYTES` names them; with a window, also by the
+    ring's codec."""
     fmt = FORMATS[name]
     codec = LatentCodec(fmt, rank, rope_dim, device, channels_of(fmt, layer), 8 if rope == "8" else 16)
     of_rope = rope_of(rope, codec)
@@ -135,8 +135,8 @@ def packed(
 def attend(
     module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, _mask: object, scaling: float, **_: object
 ) -> tuple[torch.Tensor, None]:
-    """Causal attention of transformers; where there are twice as many keys as queries, the first are those of tokens
-    before the module's `window`, the others those of tokens within."""
+    """Causal attention of transformers; where there are twice as many keys as queries, the first half serves tokens
+    before the module's `window`, the second half tokens within it."""
     position = torch.arange(query.shape[2], device=query.device)
     distance = position[:, None] - position
     hidden = distance < 0

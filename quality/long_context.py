@@ -73,7 +73,7 @@ class FarPacked:
 
     def log_probs(self, ids: torch.Tensor, cache: DynamicCache, scored: int) -> torch.Tensor:
         """Return log probabilities, fp32 [scored, vocabulary], of the tokens that follow the last `scored` of a context
-        int64 [1, tokens]. The cache holds those before them, and afterwards again."""
+        int64 [1, tokens]. The cache holds the tokens before the scored ones, and is cut to these again afterwards."""
         logits = self.model(ids[:, -scored:], **{CACHE_ARGUMENT: cache}, use_cache=True).logits[0]
         cache.crop(-scored)
         return logits.float().log_softmax(-1)
@@ -153,8 +153,8 @@ def bytes_of_token(dtype: str, model: PreTrainedModel) -> int:
 def layer_codecs(
     dtype: str, cache: DynamicCache, tokens: int, file: Calibration | None, codec: str = "reference"
 ) -> Mapping[int, ReadBack]:
-    """Make what reads back up to `tokens` keys and values of each layer of the cache, with what it takes of a
-    calibration file.
+    """Make the readers of up to `tokens` keys and values of each layer of the cache, with their parts of a calibration
+    file.
 
     codec: of `CODECS`.
     """
@@ -291,7 +291,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         windows |= {f"{Path(path).stem} {number}": piece for number, piece in enumerate(pieces)}
 
     def cases(length: int) -> list[Case]:
-        """Return the cases of our dtypes, then those of others, which know neither file nor window."""
+        """Return the cases of our dtypes, then the cases of other codes, which have neither file nor window."""
         of_ours = [
             Case(dtype, file, recent, length)
             for dtype in options.dtypes for file in files for recent in options.recent
@@ -356,7 +356,8 @@ def row_of(results: Results, case: Case, windows: Sequence[str], model: PreTrain
 def print_results(
     options: argparse.Namespace, results: Results, windows: Sequence[str], cases: Mapping[int, Sequence[Case]]
 ) -> None:
-    """KL divergence by prompt length, and its ratios to that without a file, with the first one and of fp8."""
+    """KL divergence by prompt length, and its ratios to the KL divergences without a file, with the first file, and of
+    fp8."""
     first, rows = options.calibration[0], []
     several = len(options.calibration) > 1
     for line in zip(*cases.values(), strict=True):

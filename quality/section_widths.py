@@ -47,7 +47,7 @@ from transformers import DynamicCache
 
 CPU = torch.device("cpu")
 SEARCH = {1: (0, 20)}
-"""bits -> scale bytes tried above and below that of absmax, for the widths that no dtype has."""
+"""bits -> scale bytes tried above and below absmax's byte, for the widths that no dtype has."""
 BLOCKS = 8
 """Blocks of consecutive tokens of a window, over which standard errors are taken."""
 

@@ -1,7 +1,7 @@
-"""Models of transformers with sparse attention over latents (DeepSeek V3.2) whose indexer's scores are in sight.
+"""Transformers models with sparse attention over latents (DeepSeek V3.2), with access to the indexer's scores.
 
-`install` puts a reader of one's own into every layer: it gets queries, keys, values and the scores of the layer's
-indexer, which take gradients, and returns the attention's output. `scripts/train_sparse_demo.py` trains with it, and
+`install` puts a caller's reader into every layer: it gets queries, keys, values and the scores of the layer's indexer,
+which take gradients, and returns the attention's output. `scripts/train_sparse_demo.py` trains with it, and
 `quality/sparse_quality.py` measures.
 """
 

@@ -84,11 +84,11 @@ def index_keys_as_fp8(x: torch.Tensor) -> torch.Tensor:
 
 @dataclass
 class Reading:
-    """A pass of the model: how it reads rows, and what it read.
+    """A pass of the model: how it reads rows, and its results.
 
-    given: picks of each layer, bool [1, tokens, tokens], for those of the indexers; None: by the indexers. dense: all
-    rows are read. rounded: attention's outputs are rounded to bf16. `picks`: what indexers picked, layer by layer;
-    `mass`: share of a dense softmax that is in these picks, behind the first `top_k` tokens.
+    given: picks of each layer, bool [1, tokens, tokens], instead of the indexers' picks; None: the indexers pick.
+    dense: all rows are read. rounded: attention's outputs are rounded to bf16. `picks`: what indexers picked, layer by
+    layer; `mass`: share of a dense softmax that is in these picks, behind the first `top_k` tokens.
     """
 
     top_k: int
@@ -146,7 +146,7 @@ def differing(picks: Sequence[torch.Tensor], true: Sequence[torch.Tensor], top_k
 
 @dataclass
 class Tally:
-    """Figures of a coding, a value per row of text; of the token-wise ones the mean over the tokens that count."""
+    """Figures of a coding, a value per row of text; token-wise figures are means over the tokens that count."""
 
     kl: list[float]
     same: list[float]

@@ -22,9 +22,9 @@ MAGNITUDES = {
 }
 """bits -> magnitudes by index, in units of a group's scale."""
 VALUE_GAIN = {1: 1.0, 2: 1.045, 3: 1.015}
-"""bits -> what decoded V is multiplied by, as `formats.Code.value_gain` has it for today's codes."""
+"""bits -> factor of decoded V, as `formats.Code.value_gain` for today's codes."""
 SEARCH = {1: range(-3, 4), 2: range(-3, 4), 3: range(-5, 3)}
-"""bits -> scale bytes tried, from that of the root mean square (3 bits: of the largest magnitude) on."""
+"""bits -> scale bytes tried, from the root mean square's byte (3 bits: the largest magnitude's) on."""
 
 
 @cache
@@ -68,7 +68,7 @@ def least_error(chains: torch.Tensor, bits: Sequence[int]) -> torch.Tensor:
 
 
 def nearest_chains(chains: torch.Tensor, bits: Sequence[int], weights: torch.Tensor) -> torch.Tensor:
-    """Chains fp32 [chains, channels] as the tail-biting chains of least weighed squared error, by Viterbi's algorithm
+    """Code chains fp32 [chains, channels] as tail-biting chains of least weighted squared error, by Viterbi's algorithm
     from each of the 4 states."""
     levels = _by_widths(chains, bits)
     errors = (chains[..., None, None] - levels).square() * weights[..., None, None]
@@ -91,7 +91,7 @@ def nearest_chains(chains: torch.Tensor, bits: Sequence[int], weights: torch.Ten
 
 
 def round_trip(groups: torch.Tensor, bits: Sequence[int], lane: int, longer: bool) -> torch.Tensor:
-    """Groups fp32 [..., groups, 32] of these widths as chains over all of them give them back.
+    """Groups fp32 [..., groups, 32] of these widths, coded by chains over all groups and decoded.
 
     Args:
         lane: channels of each group that a chain has.
@@ -114,7 +114,8 @@ def round_trip(groups: torch.Tensor, bits: Sequence[int], lane: int, longer: boo
 
 
 def _scale(groups: torch.Tensor, bits: int, lane: int) -> torch.Tensor:
-    """The scale fp32 [groups] of each group [groups, 32], of least error of chains that stay in it and end anywhere."""
+    """The scale fp32 [groups] of each group [groups, 32] with the least error of chains within the group that end in
+    any state."""
     about = groups.square().mean(-1).sqrt() if bits < 3 else groups.abs().amax(-1) / MAGNITUDES[bits][-1]
     start = about.half().view(torch.int16) >> 7
     best, least = torch.zeros(len(groups)), torch.full((len(groups),), torch.inf)

@@ -4,9 +4,9 @@ yardstick of `long_context.py`, not to serve with.
 The figures are spiritbuun's, of buun-llama-cpp at commit 1c478819 (MIT): ggml/src/ggml-cuda/turbo-quant-cuda.cuh and
 fattn.cu. A vector is filled up with zeros to 128 channels, divided by its norm, and rotated: signs, Hadamard, signs.
 Each channel has two bits. They are shifted into a state of 8 bits from above, and the state is the index of the
-channel's level. The states before the first channel are free, and of all paths that of least squared error is stored,
-with a factor in fp16 that gives the vector back its norm. V is longer by 1.04, and by a factor that grows with the
-context, when it is read.
+channel's level. The states before the first channel are free. The path of least squared error is stored, with an fp16
+factor that restores the vector's norm. V is longer by 1.04, and by a factor that grows with the context, when it is
+read.
 """
 
 from __future__ import annotations
@@ -99,8 +99,8 @@ def hadamard(channels: int) -> torch.Tensor:
 
 
 def read_back(vectors: torch.Tensor, channels: int = CHANNELS) -> torch.Tensor:
-    """K fp32 [.., up to `channels`] as the code gives it back. With other `channels` than the fork's, levels are those
-    of as many channels of a vector of norm 1."""
+    """K fp32 [.., up to `channels`] as the code gives it back. With another number of `channels` than the fork's,
+    levels are for a vector of norm 1 with this number of channels."""
     size = vectors.shape[-1]
     filled = torch.nn.functional.pad(vectors.float(), (0, channels - size)).reshape(-1, channels)
     levels = torch.tensor(LEVELS) * math.sqrt(CHANNELS / channels)

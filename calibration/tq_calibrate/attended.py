@@ -28,7 +28,7 @@ TILE = 1024
 
 @dataclass(frozen=True)
 class Scores:
-    """A layer's way from products of queries and keys to attention.
+    """A layer's parameters from products of queries and keys to attention.
 
     Its softmax is over `scale` * q . k, within ±`soft_cap` by tanh if there is one, of the last `window` keys (None: of
     all), with `sinks` [heads] beside them.
@@ -41,10 +41,10 @@ class Scores:
 
 
 class FarAttention(NamedTuple):
-    """Sums of squared attention weights of pairs of a key and a sampled query at least `NEAR` tokens later.
+    """Sums of squared attention weights over pairs of a key and a sampled query at least `NEAR` tokens later.
 
-    `of_keys`: fp32 [tokens, KV heads], what each key gets. `of_queries`: fp32 [tokens, heads], what each query gives.
-    Both leave out keys of position 0, and are 0 in sequences of up to `NEAR` tokens.
+    `of_keys`: fp32 [tokens, KV heads], sum of each key. `of_queries`: fp32 [tokens, heads], sum of each query. Both
+    leave out keys of position 0, and are 0 in sequences of up to `NEAR` tokens.
     """
 
     of_keys: torch.Tensor
@@ -60,7 +60,7 @@ def attention_from_afar(
         query: float [tokens, heads, head_dim] of whole sequences, one behind the other.
         key: float [tokens, KV heads, head_dim].
         positions: int [tokens], of each token in its own sequence; a sequence begins at each 0.
-        scores: how the layer attends.
+        scores: the layer's parameters.
     """
     of_keys, of_queries = (torch.zeros(x.shape[:2], dtype=torch.float32, device=x.device) for x in (key, query))
     heads = query.shape[1] // key.shape[1]

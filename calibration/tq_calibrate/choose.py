@@ -10,8 +10,8 @@ and energy in a section of n channels, the error to minimise is
 Large channels are therefore best grouped with channels of low weight, not with the next largest. Exchanging two
 channels changes J in closed form; starting from several guesses, the best exchange is made until none lowers J.
 
-The choice is made for what is stored: K minus its mean and scaled (`scales`), whose energies and weights are nearly
-equal; V scaled for dtypes with outlier channels, and unscaled for the others.
+The choice is made for stored vectors: K minus its mean and scaled (`scales`), whose energies and weights are nearly
+equal; V scaled for dtypes with outlier channels, and unscaled for other dtypes.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ NOISE_OF_A_BIT = 1 / 4
 LEAST_GAIN = 1e-9
 """Exchanges that lower J by a smaller fraction are rounding."""
 FLOOR = 1e-9
-"""Least energy and weight of a channel, relative to the mean, so that guesses may divide by them."""
+"""Lower bound of a channel's energy and weight, relative to the mean, so that guesses may divide by them."""
 
 
 @dataclass
 class LayerChoice:
     """A layer's entry in the file: channels int64 [KV heads, outliers] and [KV heads, head_size], means and scales
-    float64 [KV heads, head_size] or None; those of V are of its own head_size. `key.mean` is the mean before `rope`, if
-    there is one; `key.rope` and `key.group_bits` are not used."""
+    float64 [KV heads, head_size] or None; V's have V's head_size. `key.mean` is the mean before `rope`, if there is
+    one; `key.rope` and `key.group_bits` are not used."""
 
     key: ChannelCalibration
     value: ChannelCalibration

@@ -24,7 +24,7 @@ OF_A_RUN: dict[str, Any] = {
     "engine": None, "text": [], "tokens": 32768, "engine_options": {}, "batch_size": 4, "device": "auto",
     "dtype": "auto", "seed": 0,
 }  # fmt: skip
-"""Options of `model` that have no effect where no model runs, and their defaults. --context has one."""
+"""Options of `model` that have no effect unless a model runs, and their defaults. --context has one."""
 
 
 def main(arguments: Sequence[str] | None = None, prog: str = "tq-calibrate") -> int:

@@ -1,7 +1,7 @@
 """Streams text through a model of transformers and gathers the statistics of its queries, keys and values.
 
-transformers calls one function for the attention of every layer, whatever the architecture, with what the KV cache
-would hold: K after norm and RoPE, and V. Our function adds them to `Sums` and calls the usual attention.
+transformers calls one function for the attention of every layer, in every architecture. Its K (after norm and RoPE) and
+V are what a KV cache holds. Our function adds them to `Sums` and calls the usual attention.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ PROBE_ROWS = 512
 class Collector:
     """Statistics of the layers of a model that was loaded with the attention `ATTENTION`.
 
-    One at a time may be in use: transformers has one table of attention functions.
+    Only one may be in use at a time: transformers has one table of attention functions.
     """
 
     def __init__(self) -> None:
@@ -45,7 +45,7 @@ class Collector:
     ) -> None:
         """Run batches of whole sequences of equal length; `progress` is told the tokens of each. Raises UserError.
 
-        Of one model, any number of times.
+        May be called again for the same model.
         """
         if rank_of(model.config.get_text_config()):
             self.latents, self.sums.has_latents = self.latents or Latents(model), True

@@ -18,7 +18,8 @@ class UnsupportedError(UserError):
 def differ(
     layer: int, heads: int, size: int, value: int, other: int, heads_of: int, size_of: int, value_of: int
 ) -> str:
-    """Return the error of two layers whose heads have other sizes: KV heads, channels of K and of V of each."""
+    """Return the error for two layers with different head sizes. Arguments per layer: KV heads, channels of K and of
+    V."""
     first, second = heads_in_words([heads], size, value), heads_in_words([heads_of], size_of, value_of)
     return (
         f"layers differ in shape (layer {layer}: {first}, layer {other}: {second}); a calibration file holds one size; "

@@ -1,9 +1,9 @@
-"""Latent attention (MLA): one latent vector of a token, K and V at once, is calibrated as one KV head of its channels.
+"""Latent attention (MLA): a token's latent vector, which is K and V at once, is calibrated as one KV head.
 
 With weights of a head W_UK and W_UV, its score is (W_UK^T q) . c + q_rope . k_rope, and its part of the layer's output
-is W_O W_UV c. So W_UK^T q takes the place of the query, and the columns of W_O W_UV that of the output projection. What
-is stored serves both, so a channel's weight is the mean of the two, each over its own mean. RoPE channels stay as they
-are; they only tell which latents are attended to.
+is W_O W_UV c. So W_UK^T q replaces the query, and the columns of W_O W_UV replace the output projection. A stored
+latent serves as K and as V, so a channel's weight is the mean of both weights, each divided by its own mean. RoPE
+channels stay unchanged; they only tell which latents are attended to.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def rank_of(text: PretrainedConfig) -> int:
 
 
 class Latents:
-    """The latents that the layers of a model of transformers expand, as they come."""
+    """Keeps the latents that the layers of a transformers model expand."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         self.latest: dict[torch.nn.Module, torch.Tensor] = {}
@@ -45,7 +45,7 @@ class Latents:
     def as_one_head(
         self, module: Any, query: torch.Tensor, key: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """`as_one_head` of a layer's attention, whose latents were the latest.
+        """`as_one_head` for a layer's attention, with the latest latents.
 
         query, key: float [batch, heads, tokens, nope_dim + rope_dim].
         """
@@ -92,7 +92,7 @@ def output_weight_of_latents(module: Any) -> torch.Tensor:
 
 
 def of_latents(layer: LayerStatistics) -> LayerStatistics:
-    """Statistics of a layer's latents alone, from those of K = latents and RoPE channels, and V = latents."""
+    """Statistics of a layer's latents alone, from statistics of K = latents and RoPE channels, and V = latents."""
     rank = layer.value_energy.shape[1]
     keys = {name: getattr(layer, name)[:, :rank] for name in ("key_energy", "key_variance", "key_weight", "key_max")}
     both = (keys["key_weight"], layer.value_weight)

@@ -74,7 +74,7 @@ def load_config(model: str) -> PretrainedConfig:
 
 def check_reachable(model: str) -> None:
     """Raise UserError for a model of a Hub that does not answer: transformers would try for half a minute, vLLM for
-    two. A model of which the Hub's cache has a file may do without."""
+    two. A model with a file in the Hub's cache may need no Hub."""
     from huggingface_hub.constants import HF_HUB_CACHE
     from huggingface_hub.errors import LocalEntryNotFoundError
 
@@ -83,12 +83,13 @@ def check_reachable(model: str) -> None:
         try:
             config_file.load(model)
         except BadInput as error:
-            if isinstance(error.__cause__, LocalEntryNotFoundError):  # of all else the engine says why
+            if isinstance(error.__cause__, LocalEntryNotFoundError):  # the engine reports other errors
                 raise UserError(str(error)) from error
 
 
 def model_folder(model: str) -> Path:
-    """The folder of a model's files: its own, that of a GGUF file, or a snapshot of the Hub. Raises UserError."""
+    """The folder of a model's files: the model's folder, a GGUF file's folder, or a snapshot of the Hub. Raises
+    UserError."""
     from transformers.utils import cached_file
 
     if Path(model).exists():
@@ -102,8 +103,8 @@ def model_folder(model: str) -> Path:
 
 
 def text_of_layer(config: PretrainedConfig) -> PretrainedConfig:
-    """The configuration of the language model, where layers differ that of the first. Raises UserError where their
-    heads have several sizes, of which a file holds one."""
+    """The configuration of the language model; where layers differ, the first layer's. Raises UserError where heads
+    have several sizes, as a file holds one size."""
     text = config.get_text_config()
     if not getattr(text, "is_heterogeneous", False):
         return text

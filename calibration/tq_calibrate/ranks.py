@@ -1,4 +1,4 @@
-"""Join the sums of tensor-parallel ranks into those of the whole model."""
+"""Join the sums of tensor-parallel ranks into sums of the whole model."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def join_ranks(sums: Iterable[tuple[int, Sums]], kv_heads: int) -> Sums:
     """Join the sums of all heads from (tensor-parallel rank, its sums) of every process.
 
     `kv_heads`: of the model, as its configuration says; some layers may have another number. Raises UserError if no
-    layer comes to that many: which ranks share a head is told by their sums.
+    layer has that many: ranks that share a head are recognized by equal sums.
 
     Pipeline stages have different layers. vLLM splits KV heads as `calibration_file.heads_of_rank` does: consecutive
     heads per rank, one head shared by several consecutive ranks, or all heads of a layer that is not split.

@@ -1,4 +1,4 @@
-"""The rotary embeddings of a model (RoPE): undone, so that a key's mean is one at all positions, and told apart."""
+"""The rotary embeddings (RoPE) of a model: undone, so that keys have one mean at all positions, and told apart."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from packed_kv.model.rope import VARYING, Rope, average_length, rope_parameters
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 CONTEXT = 1 << 15
-"""Tokens of a model whose configuration does not tell."""
+"""Context in tokens, if a model's configuration does not tell."""
 CLEARLY = 1.02
-"""Least ratio of the energy of the mean behind RoPE to a RoPE's at which a layer counts as one without RoPE."""
+"""A layer counts as one without RoPE from this ratio on: energy of keys' mean as stored, over energy of their mean with
+a RoPE undone."""
 
 
 class ModelRope(NamedTuple):
@@ -96,9 +97,9 @@ def sums_before_rope(x: torch.Tensor, rope: Rope, weights: torch.Tensor | None =
 
 
 def stored_squares(means: torch.Tensor, found: ModelRope) -> torch.Tensor:
-    """Mean squares of keys behind RoPE less their block's mean, over all positions of the model.
+    """Mean squares of keys after RoPE minus their block's mean, over all positions of the model.
 
-    `means`: of what `sums_before_rope` sums, float64 [heads, 5 / 2 head_dim]; gives [heads, head_dim].
+    `means`: means of the terms of `sums_before_rope`, float64 [heads, 5 / 2 head_dim]; gives [heads, head_dim].
     """
     mean, squares, products = _split(means)
     first, second, _ = _pairs(mean, found.rope)
@@ -112,9 +113,9 @@ def stored_squares(means: torch.Tensor, found: ModelRope) -> torch.Tensor:
 
 
 def squares_of_other_mean(difference: torch.Tensor, found: ModelRope) -> torch.Tensor:
-    """Return what mean squares of stored keys grow by if a mean before RoPE is taken off that differs from their own:
-    float64 [heads, head_dim] -> [heads, head_dim]. It is taken off as its block's average, so fast pairs hardly
-    count."""
+    """Return the growth of stored keys' mean squares if another mean before RoPE than their own is subtracted. The
+    argument is the difference of the means: float64 [heads, head_dim] -> [heads, head_dim]. Means are subtracted as
+    their block's average, so fast pairs hardly count."""
     cos, sin = spectrum_of_blocks(found.rope, difference.shape[-1], 1)[0].to(difference)
     averaged = difference * (cos.square() + sin.square()).sqrt()
     first, second, _ = _pairs(averaged, found.rope)
@@ -124,8 +125,8 @@ def squares_of_other_mean(difference: torch.Tensor, found: ModelRope) -> torch.T
 
 
 def turned_squares(means: torch.Tensor, found: ModelRope) -> torch.Tensor:
-    """Mean squares of channels behind RoPE, over all positions of the model: as for `stored_squares`, of what is
-    stored whole."""
+    """Mean squares of channels after RoPE, over all positions of the model: like `stored_squares`, but without
+    subtracting a mean."""
     _, squares, products = _split(means)
     first, second, rest = _pairs(squares, found.rope)
     cos, sin = _double_angles(found, means.device)
@@ -147,9 +148,9 @@ def rope_of_layer(ropes: Sequence[ModelRope], before: torch.Tensor, behind: torc
     after it, as the cache holds them, [KV heads, head_dim]. None: it has no RoPE, or its keys have no mean before it.
 
     Keys have a constant in them before RoPE, which another RoPE's frequencies or pairs would turn differently at every
-    position, so that it vanishes from the mean. A mistake is safe: whatever the mean, the runtime gives scores back
-    what it takes off keys, so that only its use is lost. Of a constant in slow pairs alone, both means keep all within
-    few positions; it is taken for one that turns, as nearly all layers have RoPE.
+    position, so that it vanishes from the mean. A mistake is safe: for any mean, the runtime adds to scores what it
+    subtracts from keys, so only the benefit is lost. A constant in slow pairs alone stays in both means over few
+    positions; the layer then counts as one with RoPE, as nearly all layers have RoPE.
     """
     if not ropes:
         return None
@@ -172,7 +173,8 @@ def _joined(first: torch.Tensor, second: torch.Tensor, rest: torch.Tensor, rope:
 
 
 def _split(means: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Split sums of channels [.., head_dim], of their squares, and of products of pairs [.., head_dim / 2]."""
+    """Split sums into sums of channels [.., head_dim], of their squares, and of products of pairs [.., head_dim /
+    2]."""
     size = means.shape[-1] * 2 // 5
     mean, squares, products = means.split((size, size, size // 2), -1)
     return mean, squares, products

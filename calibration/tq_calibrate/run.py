@@ -45,7 +45,7 @@ def calibrate(options: argparse.Namespace) -> None:
         statistics, held = estimate(config, model_folder(options.model), _context(options, longest)), None
     else:
         out, statistics, held = _observe_by_an_engine(options)
-    # attention to distant keys is seen neither in latents nor in weights alone
+    # neither latents nor weights alone show attention to distant keys
     has_widths = not options.no_key_widths and all(x.far_key_weight is not None for x in statistics.layers.values())
     if has_widths:
         weigh_from_afar(statistics.layers)
@@ -76,7 +76,7 @@ def _choose(statistics: Statistics, recipe: str, *, centres_values: bool) -> dic
 
 
 def _means_verdict(gain: float) -> tuple[bool, str]:
-    """Return whether the file has means of V, for a gain on held-out text, and a line that says so."""
+    """Return whether the file gets means of V, which must gain on held-out text, and a line that says so."""
     found = "values less their means" if gain < LEAST_GAIN else "no means of values"
     return gain < LEAST_GAIN, f"{found} (error of outputs on held-out text {gain:.2f} of that without)"
 
@@ -84,8 +84,8 @@ def _means_verdict(gain: float) -> tuple[bool, str]:
 def _key_widths(
     statistics: Statistics, held: Sums | None, choices: dict[int, LayerChoice]
 ) -> tuple[dict[str, tuple[int, ...]], list[str]]:
-    """Return the bits of K's groups by dtype, for the dtypes that lose less by them on held-out text as well, and a
-    line for each dtype."""
+    """Return the bits of K's groups for dtypes that lose less with them on held-out text as well, and a line for each
+    dtype."""
     widths = key_widths(statistics.layers, choices)
     gains = held_out_gains(widths, held, choices) if held and widths else dict.fromkeys(widths, 0.0)
     told = []

@@ -1,4 +1,4 @@
-"""Per-channel scales, by which K and V are multiplied before they are stored: those of least error.
+"""Per-channel scales with the least error; K and V are multiplied by them before they are stored.
 
 A rotation over n channels spreads its error evenly: with channels of energy E_c s_c^2, each gets noise / n * sum of
 E_c s_c^2, and divided by s_c again it meets a query of mean square W_c. So the error of scores is
@@ -17,7 +17,7 @@ import torch
 BOUND = 64.0
 """Scales lie in [1 / BOUND, BOUND]."""
 FLOOR = 1e-9
-"""Least energy and weight of a channel, relative to the mean."""
+"""Lower bound of a channel's energy and weight, relative to the mean."""
 
 
 def channel_scale(energy: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

@@ -52,7 +52,7 @@ def summary(path: str) -> str:
 
 
 def _ropes(calibration: Calibration) -> list[str]:
-    """A line for each RoPE behind which means turn, and one if some do not."""
+    """A line for each RoPE that turns means, and a line if some means do not turn."""
     count: dict[Rope | None, int] = {}
     for layer in calibration.layers.values():
         if layer.key.mean:
@@ -78,7 +78,7 @@ def _wavelength(frequency: float) -> str:
 def stored_rms(role: str, layer: LayerCalibration, entry: dict[str, Any]) -> Rows:
     """Root mean square of each channel as turboquant stores it, [KV heads][head_size]: K less its mean, both scaled.
 
-    `entry` is the layer in the file; its `key_channel_rms` is of K less the mean already.
+    `entry` is the layer in the file; its `key_channel_rms` is already of K minus the mean.
     """
     rms: Rows = entry[f"{role}_channel_rms"]
     scale = layer.key.scale if role == "key" else layer.value.scale
@@ -115,8 +115,8 @@ def _row(number: int, layer: LayerCalibration, entry: dict[str, Any]) -> str:
 
 
 def _taken_off(layer: LayerCalibration) -> Rows:
-    """Root mean squares of what is subtracted from K, [KV heads][head_size], but for how pairs of channels share them:
-    its mean, behind RoPE averaged over a block of positions."""
+    """Root mean squares of the mean that is subtracted from K, after RoPE and averaged over a block of positions, [KV
+    heads][head_size]; how a pair's channels share them is ignored."""
     means = layer.key.mean or [[0.0]] * layer.kv_heads
     if layer.key.rope is None or not layer.key.mean:
         return means

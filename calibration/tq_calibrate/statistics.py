@@ -14,16 +14,16 @@ from .ropes import ModelRope
 
 @dataclass
 class LayerStatistics:
-    """One layer, by KV head and channel; all float64 [KV heads, head_size], those of V [KV heads, its own].
+    """One layer, by KV head and channel; all float64 [KV heads, head_size], with V's head_size for V.
 
     key_energy, value_energy: mean square of K (after norm and RoPE) and V.
     key_mean, key_variance: mean of K and mean square of K minus it, half over all keys equally, half by attention.
     key_weight: mean square of the queries in this channel.
     far_key_weight: the same, each query weighed by its attention to distant keys (`attended.py`) where there are any;
-        None of weights alone, and of latents.
-    rope: what turns K behind `key_mean`, which then is K's mean before it; the runtime takes off what it makes of that
-        mean at a token's position, averaged over a block of them. `key_variance` and `key_weight` are then of all
-        positions of the model, whatever the sequences' length.
+    None if only weights were seen, and for latents.
+    rope: the RoPE of K; `key_mean` is then K's mean before RoPE, and the runtime subtracts that mean as turned to a
+    token's position, averaged over a block of positions. `key_variance` and `key_weight` are then over all positions of
+    the model, whatever the sequences' length.
     value_weight: squared norm of the column of the output projection that reads this channel of V.
     key_max, value_max: largest magnitudes.
     key_first_mean: mean of K at position 0, which all other statistics of K and of queries leave out.

@@ -30,8 +30,8 @@ EVEN = 0.5
 class Sums:
     """Sums per layer number. With tensor parallelism, each rank has the sums of its own heads.
 
-    `ropes`: those that a layer may have; which one it has is told from its keys. `has_latents`: keys are latents and
-    RoPE channels, values are latents.
+    `ropes`: the RoPEs that a layer may have; its keys tell which one it has. `has_latents`: keys are latents and RoPE
+    channels, values are latents.
     """
 
     def __init__(self, ropes: Sequence[ModelRope] = ()) -> None:
@@ -86,11 +86,11 @@ class Sums:
 
 
 class LayerSums:
-    """Sums of one layer, float64 [KV heads, head_size]; `head_sizes` are K's and V's. Sums before RoPE are
-    `sums_before_rope`, float64 [KV heads, ropes, 5 / 2 head_size]; every eighth query is in them.
+    """Sums of one layer, float64 [KV heads, head_size]; `head_sizes` are K's and V's. Sums before RoPE
+    (`sums_before_rope`) are float64 [KV heads, ropes, 5 / 2 head_size]; every eighth query is in them.
 
     Keys of position 0 are summed separately: they are stored minus a mean of their own and differ from all others
-    (small, and heavily attended); so are values, but for `value_squares` and `value_max`. Queries of position 0 are
+    (small, and heavily attended); so are values, except in `value_squares` and `value_max`. Queries of position 0 are
     left out, as they see only one key. `attended_*` are weighed by the attention that each key gets, `attending_*` by
     the attention that each query gives (`attended.py`).
     """
@@ -188,8 +188,8 @@ class LayerSums:
         )
 
     def squares_about(self, mean: torch.Tensor | None, rope: ModelRope | None, even: float = EVEN) -> torch.Tensor:
-        """Mean squares of K less a mean that another text has, float64 [KV heads, head_size], weighed as in
-        `statistics`. `rope`: what turns `mean`; `mean` None: of K as it is."""
+        """Mean squares of K minus another text's mean, float64 [KV heads, head_size], weighed as in `statistics`.
+        `rope`: the RoPE that turns `mean`; `mean` None: nothing is subtracted."""
         later = max(1, self.tokens - self.first_tokens)
         if mean is None or rope is None:
             squares = self._weighed(self.key_squares / later, self.attended_squares, even)
@@ -201,7 +201,7 @@ class LayerSums:
         return stored_squares(means, rope) + squares_of_other_mean(own - mean, rope)
 
     def value_squares_about(self, mean: torch.Tensor) -> torch.Tensor:
-        """Mean squares of V behind position 0 less a mean that another text may have, float64 [KV heads, its size]."""
+        """Mean squares of V after position 0 minus another text's mean, if any, float64 [KV heads, V's head_size]."""
         later = max(1, self.tokens - self.first_tokens)
         squares, own = (self.value_squares - self.first_value_squares) / later, self.value / later
         return (squares - 2 * mean * own + mean.square()).clamp_min(0.0)

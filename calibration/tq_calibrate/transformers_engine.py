@@ -49,7 +49,8 @@ class TransformersModel:
     def run(
         self, sequences: list[list[int]], held: list[list[int]], progress: Callable[[int], object]
     ) -> tuple[Statistics, Sums]:
-        """Statistics over whole sequences, and sums over those held out; `progress` is told the tokens of each batch.
+        """Statistics over whole sequences, and sums over held-out sequences; `progress` is told the tokens of each
+        batch.
 
         Raises UserError.
         """

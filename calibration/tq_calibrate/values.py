@@ -1,8 +1,8 @@
-"""Judge whether V is better stored less its mean, and at position 0 less a mean of its own.
+"""Judge whether V is better stored minus its mean (at position 0, minus a mean of its own).
 
 A rotation spreads the error of a section evenly, so the error of outputs is a dtype's noise times the energy of what is
-stored times the squared norms of the output projection's columns, `sum(E) * sum(W)`. A mean takes its square off E; on
-another text than it was made from it may take off less, or add some.
+stored times the squared norms of the output projection's columns, `sum(E) * sum(W)`. Subtracting a mean lowers E by the
+mean's square; on a text other than its own, it may lower E by less, or raise it.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ LEAST_GAIN = 0.95
 
 
 def held_out_gain(held: Sums, choices: dict[int, LayerChoice]) -> float:
-    """Return the geometric mean over layers of the error of outputs with the choices' means of V over that without, on
-    sums over another text than the choices were made from."""
+    """Return the geometric mean over layers of the outputs' error with the choices' means of V over the error without,
+    on sums over another text than the choices were made from."""
     ratios = []
     for number, choice in choices.items():
         sums = held.layers[number]

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 WORKER = "tq_calibrate.vllm_worker.CalibrationWorker"
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine in this process: neither errors nor sums need encoding
-    "VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1",  # by the one token that a request must produce, which is never run
+    "VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1",  # longer by the one token that a request must produce, which is never run
 }
 RUN_ERRORS = (*LOAD_ERRORS, AssertionError)
 """Errors that vLLM raises for a model or option that it cannot serve."""
@@ -49,7 +49,7 @@ class VllmModel:
         self.options: dict[str, Any] = {"dtype": dtype, **options}
         self.config = self._config()
         if self.options["dtype"] == "auto" and current_platform.is_cpu() and not self.config.quantization:
-            self.options["dtype"] = "float32"  # as transformers has it there; kernels of packed weights do not
+            self.options["dtype"] = "float32"  # as transformers does there; kernels of packed weights do not
             self.config = self._config()
         text_of_layer(self.text_config)
         is_latent = self.config.use_mla
@@ -92,8 +92,8 @@ class VllmModel:
     def run(
         self, sequences: list[list[int]], held: list[list[int]], progress: Callable[[int], object]
     ) -> tuple[Statistics, Sums]:
-        """Statistics over whole sequences, and sums over those held out, run one at a time. `progress` is called with
-        the tokens of each.
+        """Statistics over whole sequences, and sums over held-out sequences, run one at a time. `progress` is called
+        with the tokens of each.
 
         Raises UserError.
         """
@@ -153,7 +153,8 @@ class VllmModel:
     def _cache_bytes(self, tokens: int) -> int:
         """KV-cache bytes for two sequences, as blocks are rounded up, and room for the states of hybrid models.
 
-        By default vLLM takes most of a CPU's memory, and fails on a GPU where another process frees memory meanwhile.
+        By default vLLM would take most of a CPU's memory, and on a GPU it fails if another process frees memory
+        meanwhile.
         """
         room = 64 << 20 if current_platform.is_cpu() else 1 << 30
         channels = self.kv_heads * self.config.get_head_size()

@@ -65,7 +65,7 @@ def _keeps_keys(layer: object) -> bool:
     """True if a layer stores K and V."""
     if not isinstance(layer, Attention) or layer.attn_type != AttentionType.DECODER:
         return False
-    return layer.kv_sharing_target_layer_name is None  # else it reads another layer's cache
+    return layer.kv_sharing_target_layer_name is None  # without one, it reads another layer's cache
 
 
 def _keeps_latents(layer: object) -> bool:
@@ -124,8 +124,8 @@ def _record_latents(
 
 
 def _up_projections(layer: Any, dtype: torch.dtype) -> torch.Tensor:
-    """W_UK and W_UV of this rank's heads, [heads, nope_dim + value_dim, rank]; found as `_output_columns` finds those
-    of the output projection."""
+    """W_UK and W_UV of this rank's heads, [heads, nope_dim + value_dim, rank]; found as `_output_columns` finds the
+    output projection's columns."""
     rows = _products(layer.kv_b_proj, torch.eye(layer.kv_lora_rank, dtype=dtype), layer.kv_b_proj)
     return rows.unflatten(1, (layer.num_heads, -1)).permute(1, 2, 0)
 
@@ -171,7 +171,7 @@ def _output_columns(model: torch.nn.Module, layer: Any, number: int, dtype: torc
 def _output_projection(model: torch.nn.Module, layer: Any, number: int) -> Any:
     """The linear layer that reads an attention layer's output."""
     for parent in model.modules():
-        # vLLM's models hold their attention layers; those of its Transformers backend are found by the layer's number.
+        # vLLM's models hold their attention layers; its Transformers backend finds them by the layer's number.
         if layer not in parent.children() and getattr(parent, "layer_idx", None) != number:
             continue
         beside = [(name, child) for name, child in parent.named_children() if isinstance(child, LinearBase)]

@@ -79,7 +79,7 @@ def estimate(config: Any, folder: Path, context: int = SEQUENCE_LENGTH) -> Stati
 
 
 class _Layer:
-    """The attention of one layer of a checkpoint; `prefix` begins the names of its tensors."""
+    """The attention of one layer of a checkpoint; its tensors' names begin with `prefix`."""
 
     def __init__(self, weights: Weights, layer: int, prefix: str, text: Any, positions: int) -> None:
         self.weights, self.layer, self.prefix, self.text, self.positions = weights, layer, prefix, text, positions
@@ -127,7 +127,7 @@ class _Layer:
         return torch.cat((weight, constant[:, None]), dim=-1).unflatten(0, (heads, self.head_size))
 
     def _rows(self, role: str, heads: int, kind: str) -> torch.Tensor | None:
-        """The rows of q, k or v in their own projection, or in one for all three."""
+        """The rows of q, k or v, in a projection of their own or in one for all three."""
         own = self._tensor(f"self_attn.{role}_proj.{kind}")
         fused = self._tensor(f"self_attn.qkv_proj.{kind}") if own is None else None
         if fused is not None:

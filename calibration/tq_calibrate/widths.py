@@ -2,8 +2,8 @@
 
 Channels cost unequally: an error of channel c moves a score by its weight, and with the best scales (`scales.py`) the
 error is a section's noise times the squared sum of sqrt(weight * energy) over its channels. So channels are ranked by
-that cost: groups of costly channels get more bits, groups of cheap ones fewer, with as many bytes in all. Each
-group is rotated on its own, so that its noise stays its own.
+that cost: groups of costly channels get more bits and groups of cheap channels fewer, with the same bytes in total.
+Each group is rotated on its own, so that its noise stays in the group.
 
 Here queries count by their attention to distant keys: unequal widths gain more by it than equal ones
 (docs/lab/tried.md).
@@ -27,13 +27,14 @@ NOISE = {5: 0.0019, 4: 0.0062, 3: 0.0260, 2: 0.1068}
 """bits -> squared error of a code, relative to what is coded (docs/formats.md, section 8)."""
 LARGEST_HEAD_OF_5 = 128
 """Channels of the largest heads whose groups may have 5 bits. Over heads of 256 the decode of a draft would take longer
-(`tq4`, 24 columns, 32 x 8192, H200: 297 us for 244), and no such model has shown what they gain."""
+(`tq4`, 24 columns, 32 x 8192, H200: 297 us instead of 244), and no such model has shown a gain."""
 LEAST_GAIN = 0.95
-"""Error with other widths over the error with the dtype's own; from this ratio on, another layout is not worth it."""
+"""Ratio of the error with other widths to the error with the dtype's own, from which on another layout is not worth
+it."""
 
 
 def key_widths(layers: dict[int, LayerStatistics], choices: dict[int, LayerChoice]) -> dict[str, tuple[int, ...]]:
-    """Return the bits of K's groups by dtype, where other widths than the dtype's own lose clearly less."""
+    """Return the bits of K's groups for dtypes that lose clearly less with other widths than their own."""
     errors = [(choice, layers[number].key_variance, layers[number].key_weight) for number, choice in choices.items()]
     found = {}
     for fmt in _formats():
@@ -45,7 +46,7 @@ def key_widths(layers: dict[int, LayerStatistics], choices: dict[int, LayerChoic
 
 
 def weigh_from_afar(layers: dict[int, LayerStatistics]) -> None:
-    """Let queries count by their attention to distant keys, in place, where it is known."""
+    """Weigh queries by their attention to distant keys, in place, where it is known."""
     for number, layer in layers.items():
         if layer.far_key_weight is not None:
             layers[number] = replace(layer, key_weight=layer.far_key_weight)
@@ -65,7 +66,7 @@ def held_out_gains(widths: dict[str, tuple[int, ...]], held: Sums, choices: dict
 
 
 def candidates(fmt: Format, head_size: int) -> list[tuple[int, ...]]:
-    """Return the bits of groups, descending, that take the bytes of `fmt`, but for its own."""
+    """Return lists of groups' bits, descending, with as many bytes as `fmt`, without its own list."""
     own, found = fmt.group_bits(head_size), []
     widths = (bits for bits in CODES if bits < 5 or head_size <= LARGEST_HEAD_OF_5)
     for bits in combinations_with_replacement(sorted(widths, reverse=True), len(own)):
@@ -79,9 +80,9 @@ def candidates(fmt: Format, head_size: int) -> list[tuple[int, ...]]:
 
 
 def gain(fmt: Format, bits: Sequence[int], errors: Iterable[tuple[LayerChoice, torch.Tensor, torch.Tensor]]) -> float:
-    """Return the geometric mean over layers of the error of scores with these bits over that with the dtype's own.
+    """Return the geometric mean over layers of the scores' error with these bits over the error with the dtype's own.
 
-    errors: of each layer its choice, and mean squares of what is stored less its mean, and of queries, float64 [KV
+    errors: for each layer its choice, mean squares of stored channels minus their mean, and of queries, float64 [KV
     heads, head_size].
     """
     ratios = []

@@ -1,4 +1,5 @@
-"""The content of a calibration file: its fields, and what is wrong with them in words. Imports no torch and no vLLM.
+"""The content of a calibration file: its fields, and the faults of their values, in words. Imports no torch and no
+vLLM.
 
 `turboquant_kv.schema.json` beside this describes the file; the checks here are stricter (counts, order, duplicates).
 """
@@ -29,7 +30,7 @@ LARGEST_SIZE = 1e38
 TRANSFORM_VERSION = "structured_hadamard_v1"
 CODEBOOK_VERSION = "lloyd_beta_v1"
 """Names that files made for other TurboQuant caches carry. The file describes channels, whatever code stores them, so
-they are written and accepted as they are; other names mean a file that we do not know."""
+they are written and accepted unchanged; a file with other names is refused."""
 RECIPES = tuple(name for name, fmt in FORMATS.items() if fmt.outlier_bits)
 FIELDS = {
     "the file": {
@@ -44,9 +45,9 @@ FIELDS = {
     },
     "ropes": {"parameters", "interleaved", "frequencies"},
 }  # fmt: skip
-"""Fields by the object that has them, of all versions; a file of an older version may have a newer one's, which it
-ignores. No engine reads `model_name` and `calibration`, which are for people, the `*_rms`, which `tq-calibrate show`
-reads, and `codebook`, which another tool writes. `calibration` and a rope's `parameters` may have any field."""
+"""Fields by the object that has them, for all versions. A file of an older version may have fields of a newer one; they
+are ignored. Engines ignore `model_name` and `calibration` (for people), the `*_rms` (for `tq-calibrate show`), and
+`codebook` (of another tool). `calibration` and a rope's `parameters` may have any field."""
 
 _LAYER_NAME = re.compile(r"(?:\w+\.)*layers\.([0-9]{1,5})\.self_attn(?:\.attn)?")
 
@@ -68,7 +69,7 @@ class Content(NamedTuple):
 
 
 def parse(content: Any) -> Content:
-    """Check a file's content, as JSON gives it, and return what it says. Raises FaultError."""
+    """Check a file's content, as JSON gives it, and return it as `Content`. Raises FaultError."""
     if not isinstance(content, dict):
         raise FaultError(f"expected a JSON object, got {shown(content)}")
     _check_version(content.get("version"))
@@ -155,7 +156,7 @@ def _check_fields(found: dict[str, Any], where: str) -> None:
 
 
 def _layer(entry: Any, version: int, recipe: str, sizes: tuple[int, int], ropes: list[Rope]) -> LayerCalibration:
-    """`sizes`: channels of a head of K and of V."""
+    """`sizes`: channels of a head in K and in V."""
     if not isinstance(entry, dict):
         raise FaultError(f"expected an object, got {shown(entry)}")
     _check_fields(entry, "a layer")

@@ -36,7 +36,7 @@ class CalibrationError(ValueError):
 class Calibration:
     """A checked file; `layers` maps the number of a layer to its channels. Heads have `head_size` channels of K and
     `value_head_size` of V. `ropes`: the parameters of the RoPEs that its layers have, as `rope_parameters` gives
-    them. `key_bits`: of K's groups of 32 channels, for the dtypes that have others than their own."""
+    them. `key_bits`: bits of K's groups of 32 channels, for dtypes whose own bits the file replaces."""
 
     path: str
     recipe: str
@@ -68,9 +68,9 @@ class Calibration:
     ) -> None:
         """Raise CalibrationError if the file was made for another model.
 
-        `layers` counts all of the model's layers, `kv_heads` those of the whole model, in layers of one kind where they
-        differ. `value_head_size`: None if it is not known. `every_layer`: whether each layer has a KV cache of its own,
-        so that the file must list it.
+        `layers` counts all of the model's layers. `kv_heads` counts heads of the whole model, by kind of layer where
+        kinds differ. `value_head_size`: None if it is not known. `every_layer`: whether each layer has a KV cache of
+        its own, so that the file must list it.
         """
         if self.head_size != head_size:
             self.refuse(f"made for another model: head_size {self.head_size}, this model has {head_size}")
@@ -87,15 +87,15 @@ class Calibration:
             self.refuse(f"made for another model: {fault}, this model has layers 0 to {layers - 1}")
 
     def check_rope(self, of_model: Mapping[str, Parameters], command: str = COMMAND) -> None:
-        """Raise CalibrationError if keys were calibrated under another RoPE than the model's, `rope_parameters`.
+        """Raise CalibrationError if keys were calibrated under another RoPE than the model's (`rope_parameters`).
 
-        command: one that makes a file for the model.
+        command: a command that makes a file for the model.
         """
         if fault := self.other_rope(of_model):
             _refuse(self.path, fault, command)
 
     def other_rope(self, of_model: Mapping[str, Parameters]) -> str:
-        """Say which other RoPE than the model's the file was made for; "": none that it tells."""
+        """Say which other RoPE the file was made for; "": it was made for the model's, or does not say."""
         for ours in self.ropes:
             if ours not in of_model.values():
                 words = " or ".join(dict.fromkeys(map(rope_in_words, of_model.values()))) or "none"
@@ -103,7 +103,7 @@ class Calibration:
         return ""
 
     def taken_by(self, fmt: Format, layer: LayerCalibration) -> LayerCalibration:
-        """The parts that a format stores K and V of a layer of this file with."""
+        """The parts of this file with which a format stores K and V of a layer."""
         return layer.taken_by(fmt, self.key_bits.get(fmt.name))
 
     def refuse(self, fault: str) -> NoReturn:
@@ -114,8 +114,8 @@ class Calibration:
 def heads_of_rank(heads: Sequence[Row], kv_heads: int, tp_size: int, tp_rank: int) -> list[Row]:
     """Rows of the `kv_heads` heads that a tensor-parallel rank has: a run, or one head that several ranks share.
 
-    vLLM deals heads out so: rank r has heads r * kv_heads onwards; with more ranks than heads, ranks in a row have the
-    same one. A layer that is not split has all.
+    vLLM distributes heads in this way: rank r has heads r * kv_heads onwards; with more ranks than heads, consecutive
+    ranks have the same head. A layer that is not split has all.
     """
     if kv_heads == len(heads):
         return list(heads)
@@ -124,7 +124,7 @@ def heads_of_rank(heads: Sequence[Row], kv_heads: int, tp_size: int, tp_rank: in
 
 
 def layer_number(name: str) -> int | None:
-    """The number of the layer that a module of vLLM belongs to, by its name: the only part that is a number, if any."""
+    """The layer number of a module of vLLM: the only part of its name that is a number, if any."""
     numbers = [int(part) for part in name.split(".") if re.fullmatch(r"[0-9]+", part)]
     return numbers[0] if len(numbers) == 1 else None
 
@@ -177,7 +177,7 @@ def why_no_file(model: Model) -> str:
 
 
 def heads_in_words(numbers: Iterable[int], head_size: int, value_head_size: int) -> str:
-    """Numbers of KV heads, of which one is right, and their sizes."""
+    """The possible numbers of KV heads, and the head sizes."""
     sizes = f"{head_size} channels"
     if value_head_size != head_size:
         sizes += f" of K and {value_head_size} of V"

@@ -16,27 +16,26 @@ SCALE_BOUNDS = (1 / 1024, 1024.0)
 """Least and largest scale of a channel: the kernels' fp16 matrices hold the rotation times 1 / scale."""
 
 Rows = Any
-"""Lists or a tensor; the type is left open because torch is not imported here."""
+"""Lists or a tensor; the type is loose because torch is not imported here."""
 
 
 @dataclass(frozen=True)
 class ChannelCalibration:
-    """The channels of a layer's K or V. A part that is None is not known and changes nothing.
+    """Calibration of the channels of a layer's K or V. A part that is None is not known and changes nothing.
 
     Rows are `[channels]` for all heads or `[heads, channels]`, in the model's order of channels.
 
     Attributes:
         outlier_channels: ascending indices of the outlier channels, for formats that have them.
         channel_order: all channels in packing order, for formats without outlier channels; 32 in a row share a scale.
-        mean: is subtracted before a vector is stored. With `rope` it is the mean before RoPE, and what is subtracted
-            is what RoPE makes of it at the vector's position.
+        mean: is subtracted before a vector is stored. With `rope` it is the mean before RoPE, and RoPE turns it to the
+            vector's position before it is subtracted.
         first_mean: is subtracted in place of `mean` at position 0 of a sequence.
         scale: multiplies a vector, after its mean is subtracted.
         rope: turns the vectors with their position; one for all heads.
-        ranking: all channels by what an error of them costs, descending: the packing order where `group_bits` are
-            known.
-        group_bits: of each group of 32 channels in packing order, in place of the format's; each group is rotated on
-            its own.
+        ranking: all channels, those whose errors cost most first; the packing order where `group_bits` are known.
+        group_bits: bits of each group of 32 channels in packing order, instead of the format's; each group is rotated
+            on its own.
     """
 
     outlier_channels: Rows = None
@@ -59,7 +58,8 @@ class ChannelCalibration:
         return replace(self, **{name: change(part) for name, part in rows.items()})
 
     def taken_by(self, fmt: Format, role: str, group_bits: tuple[int, ...] | None = None) -> ChannelCalibration:
-        """The parts that a format stores vectors with; role: "key" or "value"; group_bits: of K, from the file."""
+        """The parts with which a format stores vectors; role: "key" or "value"; group_bits: bits of K's groups, from
+        the file."""
         if group_bits is not None:
             return replace(self, outlier_channels=None, channel_order=None, group_bits=group_bits)
         has_outliers = bool(fmt.outlier_bits)
@@ -77,7 +77,7 @@ UNCALIBRATED = ChannelCalibration()
 
 @dataclass(frozen=True)
 class LayerCalibration:
-    """A layer's channels of K and V, by KV head of the whole model: rows are `[KV heads][channels]`.
+    """Calibration of a layer's channels of K and V, by KV head of the whole model: rows are `[KV heads][channels]`.
 
     Both have `outlier_channels`. A `first_mean` is never without a `mean`; V has means only where K has them, and no
     RoPE.
@@ -91,7 +91,8 @@ class LayerCalibration:
         return len(self.key.outlier_channels)
 
     def taken_by(self, fmt: Format, key_bits: tuple[int, ...] | None = None) -> LayerCalibration:
-        """The parts that a format stores K and V with; key_bits: of K's groups, where the file has some for it."""
+        """The parts with which a format stores K and V; key_bits: bits of K's groups, where the file has some for the
+        format."""
         return LayerCalibration(self.key.taken_by(fmt, "key", key_bits), self.value.taken_by(fmt, "value"))
 
     def map_rows(self, change: Callable[[Any], Any]) -> LayerCalibration:

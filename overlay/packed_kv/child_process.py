@@ -1,4 +1,4 @@
-"""End a process with the one that started it."""
+"""End a process when the process that started it ends."""
 
 from __future__ import annotations
 

@@ -36,19 +36,19 @@ class Code(NamedTuple):
 
     bits: int
     magnitudes: tuple[float, ...]
-    """Ascending, at most 3/2. Of 4 significant bits, with 5-bit codes of 5, so that with its scale a value has 8 or 9,
-    exact in fp16. None at all: a code is an fp16 number, and its scale 1 (`NULL_CODE`)."""
+    """Ascending, at most 3/2. They have 4 significant bits (5 with 5-bit codes), so that times its scale a value has 8
+    or 9, exact in fp16. An empty tuple: a code is an fp16 number, and its scale is 1 (`NULL_CODE`)."""
     search: tuple[int, int]
     """(above, below): scale bytes tried above and below that of absmax. Wider ranges gain less than 0.2 % of the error,
     as `quality/format_error.py` measures. `above` also makes a second round trip exact: if scale byte b is kept for
     a group, the search on the decoded group starts at b - above or later and finds b again (docs/formats.md)."""
     value_gain: float
-    """Factor on V when it is read, to offset the quantizer's shrinkage: a code of least squared error gives back
-    vectors that are shorter along the original, by its error (docs/lab/formats.md, section 8: 0.6, 2.6 and 10.7 %).
-    Attention averages V over tokens: noise averages out, a common factor does not. The writer leaves V as it is, so
-    that one stored vector can serve as K and as V: that is what version 3 changed."""
+    """Factor on V when it is read, to offset the quantizer's shrinkage: a code of least squared error returns vectors
+    that are shorter along the original, by its error (docs/lab/formats.md, section 8: 0.6, 2.6 and 10.7 %). Attention
+    averages V over tokens: noise averages out, a common factor does not. The writer does not scale V, so that one
+    stored vector can serve as K and as V; version 3 introduced this."""
     unit: float
-    """The number to which kernels decode a value of 1, before its scale (kernels/units.py)."""
+    """The number that kernels decode a value of 1 to, before its scale (kernels/units.py)."""
     code_words: int
     """Words of a lane and group, without sign words: a power of 2."""
     magnitude_shift: tuple[int, ...]
@@ -68,7 +68,7 @@ class Code(NamedTuple):
 
 _E = range(CODES_PER_LANE)
 NIBBLES = tuple(e & 4 | (e & 1) << 1 | e >> 1 & 1 for e in _E)
-"""m of code e in the drawing of layout.py: its nibble in a word of 3-bit codes and in sign words."""
+"""Number m of code e in layout.py's drawing: its nibble in a word of 3-bit codes and in sign words."""
 _SIGNS_OF_2 = tuple(16 * (e & 1) + 15 - (e >> 1 & 3) - 8 * (e >> 3) for e in _E)
 
 CODES: dict[int, Code] = {
@@ -116,8 +116,8 @@ CODES: dict[int, Code] = {
         ),
     )
 }
-"""bits -> what that width is. The only place that says so; `kernels/triton/fragments.py` and `kernels/cuda/codes.cuh`
-have a decoder for each, and docs/formats.md has the numbers."""
+"""bits -> the code of that width. The only definition; `kernels/triton/fragments.py` and `kernels/cuda/codes.cuh` have
+a decoder for each, and docs/formats.md has the numbers."""
 
 NULL_CODE = Code(
     bits=16,
@@ -129,9 +129,9 @@ NULL_CODE = Code(
     magnitude_shift=tuple(16 * (e & 1) for e in _E),
     sign_shift=tuple(16 * (e & 1) + 15 for e in _E),
 )
-"""No entry of `CODES`: fp16 numbers, which hold bf16 ones of 2^-14 to 32768 exactly. RoPE channels of latent pages have
-it; and tests (`tests/support/null_code.py`) send whole vectors through the same store, gather and attention: a bug of
-paging shows with it, an error of quantisation not."""
+"""Not in `CODES`: plain fp16 numbers, which hold bf16 numbers of 2^-14 to 32768 exactly. RoPE channels of latent pages
+use it. Tests (`tests/support/null_code.py`) send whole vectors through the same store, gather and attention with it:
+paging bugs then show without quantisation errors."""
 
 
 BYTE_CODE = Code(
@@ -144,14 +144,14 @@ BYTE_CODE = Code(
     magnitude_shift=tuple(8 * (e & 3) for e in _E),
     sign_shift=tuple(8 * (e & 3) + 7 for e in _E),
 )
-"""No entry of `CODES`: the ring's code (`codecs/ring.py`), a byte of code + 128. RoPE channels of latent pages may have
+"""Not in `CODES`: the ring's code (`codecs/ring.py`), a byte of code + 128. RoPE channels of latent pages may use
 it."""
 ROPE_BITS = (NULL_CODE.bits, BYTE_CODE.bits)
 """Bits that RoPE channels of latent pages may have, the default first."""
 
 
 def code_of(bits: int) -> Code:
-    """The code of a width, `NULL_CODE` of 16 bits and `BYTE_CODE` of 8."""
+    """The code of a width; for 16 bits `NULL_CODE`, for 8 bits `BYTE_CODE`."""
     return {NULL_CODE.bits: NULL_CODE, BYTE_CODE.bits: BYTE_CODE}.get(bits) or CODES[bits]
 
 
@@ -168,7 +168,8 @@ def fits_value_dim(head_dim: int, value_dim: int) -> bool:
 
 
 def stored_dim(head_dim: int) -> int:
-    """Channels that are stored of a head of `head_dim`: whole groups. Raises ValueError if it is no multiple of 16."""
+    """Stored channels of a head of `head_dim` channels: whole groups. Raises ValueError if it is not a multiple of
+    16."""
     if not isinstance(head_dim, int) or head_dim <= 0 or head_dim % HEAD_DIM_MULTIPLE:
         raise ValueError(f"head_dim must be a positive multiple of {HEAD_DIM_MULTIPLE}, got {head_dim!r}")
     return -(-head_dim // GROUP_SIZE) * GROUP_SIZE

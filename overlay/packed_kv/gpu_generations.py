@@ -11,7 +11,7 @@ KIB = 1 << 10
 REGISTERS = 64 * KIB
 """32-bit registers of an SM, of every generation here."""
 SCHEDULERS, LANES = 4, 32
-"""Schedulers of an SM, each with as many of its registers, and lanes of a warp."""
+"""Schedulers of an SM, which share its registers equally, and lanes of a warp."""
 REGISTER_UNIT, SHARED_UNIT = 8, 128
 """Registers of a lane, and bytes of shared memory of a thread block, are given out in multiples of these."""
 RESERVED = KIB
@@ -24,8 +24,8 @@ class Generation:
 
     `warps`, `blocks`: the most that an SM holds. `shared_bytes`: of an SM; `block_shared_bytes`: the most of a thread
     block. `cuda_columns`: the most columns for which the CUDA decode kernel is compiled (0: not at all). `has_wgmma`:
-    products of a warpgroup, which CUDA kernels of latents need, and warps that only unpack; Blackwell no longer has
-    them. `is_seen`: whether such a GPU has run the CUDA kernels.
+    it has products of a warpgroup, which the CUDA kernels of latents and warps that only unpack need; Blackwell no
+    longer has them. `is_seen`: whether such a GPU has run the CUDA kernels.
     """
 
     capability: tuple[int, int]
@@ -62,7 +62,7 @@ GENERATIONS = (
     Generation((12, 0), 48, 24, 100 * KIB, 99 * KIB, cuda_columns=32),
 )
 LEAST_CAPABILITY = GENERATIONS[0].capability
-"""The oldest that packed pages are served on."""
+"""The oldest generation that packed pages run on."""
 
 
 def generation_of(capability: tuple[int, int]) -> Generation:

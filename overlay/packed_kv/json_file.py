@@ -9,13 +9,13 @@ from typing import Any
 from .private_file import NotRegular, open_regular
 
 LARGEST_FILE = 64 << 20
-"""Bytes. A calibration file of 80 layers with 64 KV heads has 40 MB, an index of 160,000 tensors 13 MB."""
+"""Limit in bytes. A calibration file of 80 layers with 64 KV heads has 40 MB, an index of 160,000 tensors 13 MB."""
 
 
 def read_json(path: str | os.PathLike[str], once: bool = False) -> Any:
     """The content of a regular file of at most `LARGEST_FILE` bytes. Raises ValueError, with a reason of one line.
 
-    once: refuse an object that has a name twice, of which JSON's readers take the last.
+    once: refuse an object that has a name twice; JSON's readers would take the last value.
     """
     try:
         with open(path, "rb", opener=open_regular) as file:
@@ -49,7 +49,7 @@ def printable(text: object, most: int = 200) -> str:
 
 
 def shown(value: Any) -> str:
-    """A value of JSON in one short line; of long or nested lists and objects their number of entries."""
+    """A value of JSON in one short line; long or nested lists and objects are shown as their number of entries."""
     if isinstance(value, dict | list):
         entries = value.values() if isinstance(value, dict) else value
         if len(value) > 8 or any(isinstance(entry, dict | list) for entry in entries):

@@ -1,4 +1,4 @@
-"""Layout of a page: the places of a token's codes and scales. Imports no torch.
+"""Layout of a page: where a token's codes and scales are. Imports no torch.
 
 vLLM sees a page as an opaque `[KV heads, block_size, slot_bytes]` of bytes, head-major, so the tokens of one head
 are one run of bytes. That run is cut into micro-blocks of `MICRO_BLOCK` = 16 tokens:
@@ -8,9 +8,9 @@ are one run of bytes. That run is cut into micro-blocks of `MICRO_BLOCK` = 16 to
     micro-block:       | K codes | V codes | K scales | V scales |    16 * slot_bytes bytes
 
 Codes are stored in the order in which tensor-core fragments (`mma.m16n8k16`) want them: a warp's 32 lanes each load
-whole 32-bit words, and what a lane loads is what that lane feeds to the tensor core, with no exchange through shared
-memory. A lane holds 16 codes of every 32-channel group. With the bits of a token's index in the micro-block called
-n3..n0 and those of a channel's index in its group d4..d0:
+whole 32-bit words, and a lane feeds the words that it loads to the tensor core, with no exchange through shared memory.
+A lane holds 16 codes of every 32-channel group. With the bits of a token's index in the micro-block called n3..n0 and
+those of a channel's index in its group d4..d0:
 
                  lane = g * 4 + t              code e of the lane, 0..15 (bits high to low)
     K            g = n2 n1 n0,  t = d2 d1      n3 d4 d3 d0
@@ -35,15 +35,15 @@ A lane's words are: the code words of all groups in order, then the sign words. 
 2, then 1 words (the widest loads there are), each chunk as [32 lanes][words of the chunk]; last the half words,
 [32 lanes] of 16 bits. All little-endian.
 
-Scales lie in the order in which the lanes need them: a lane's K codes belong to 2 tokens (n3), so the scales of a
-row g are together; its V codes belong to 4 tokens (n3, n0), so those of a row t are, a 32-bit word a group:
+Scales lie in the order in which the lanes need them: a lane's K codes belong to 2 tokens (n3), so the scales of a row g
+are together; its V codes belong to 4 tokens (n3, n0), so the scales of a row t are together, a 32-bit word per group:
 
     K scales     [g = n2 n1 n0][group][n3]
     V scales     [t = n2 n1][group][n3][n0]
 
-A page of latent attention (MLA) has one vector of each token, the latent one, which is K and V at once, and the key's
-RoPE channels beside it, as fp16. Its tokens are the run of bytes of a single head, and both lie in K's order; a lane
-holds 16 RoPE channels of a group as 8 words, code e in half e & 1 of word e >> 1, in chunks of 4:
+A page of latent attention (MLA) has one vector per token, the latent, which is K and V at once, and the key's RoPE
+channels beside it, as fp16. Its tokens are the run of bytes of a single head, and both lie in K's order; a lane holds
+16 RoPE channels of a group as 8 words, code e in half e & 1 of word e >> 1, in chunks of 4:
 
     micro-block:       | latent codes | latent scales | RoPE channels |   16 * latent_bytes bytes
 
@@ -53,17 +53,17 @@ order:
     micro-block:       | latent codes | latent scales | RoPE codes | RoPE scales |
 
 Layers of sparse attention read single tokens, so their pages have latent rows, each token's bytes in one run. Two
-neighbouring groups stand where a micro-block has two tokens: a row of 2 n groups is what one row g of a micro-block
-of n groups holds, lanes t = d2 d1, with bit 0 of a group's number in the place of n3 (and so bit 1 as the parity of
-sign words). At 4 bits the words of a row are those of a token in a micro-block; at 3 and 2 bits a word has two groups
-of one token instead of one group of two tokens. Chunks lie as [4 lanes][words of the chunk], scales in order:
+neighbouring groups stand where a micro-block has two tokens: a row of 2 n groups has the form of one row g of a
+micro-block of n groups, lanes t = d2 d1, with bit 0 of a group's number in the place of n3 (and so bit 1 as the parity
+of sign words). At 4 bits the words of a row are the same as a token's in a micro-block; at 3 and 2 bits a word has two
+groups of one token instead of one group of two tokens. Chunks lie as [4 lanes][words of the chunk], scales in order:
 
     latent row:        | latent codes | latent scales | RoPE channels [| RoPE scales] | padding to 16 bytes |
 
 Padding is neither written nor read. Groups of 2 bits come in pairs, of 3 bits in fours.
 
-Beside the pages, the ring of a request's recent tokens (`codecs/ring.py`): a byte a channel, and a token of a head in
-one run of bytes, as rings begin and end anywhere. Padded to a multiple of 8 bytes:
+Beside the pages there is the ring of a request's recent tokens (`codecs/ring.py`). It has a byte per channel, and a
+token of a head in one run of bytes, because rings begin and end anywhere. A slot is padded to a multiple of 8 bytes:
 
     ring slot:         | K codes | V codes | K scales | V scales | padding |
     of latents:        | latent codes | RoPE codes | latent scales | RoPE scales | padding |
@@ -98,14 +98,14 @@ LANES = 32
 PAIR = ("key", "value")
 """Orders of the vectors of a page: K, then V."""
 ROPE = "RoPE"
-"""Content of the plane of RoPE channels in a page of latent attention."""
+"""Name of the plane of RoPE channels in a page of latent attention."""
 ROPE_SCALES = "RoPE scales"
-"""Content of the plane of their scales, where they have 8 bits."""
+"""Name of the plane of the RoPE channels' scales, where RoPE has 8 bits."""
 
 SIGN_WORD_SHIFT = tuple(4 * NIBBLES[e] + 3 - (e >> 3) for e in range(CODES_PER_LANE))
 """Bit position of code e's sign in a sign word, for the first of the two groups that share it."""
 SIGN_PARITY_SHIFT = -2
-"""Distance of the second group's bit positions from those."""
+"""Distance of the second group's bit positions from the first group's."""
 SIGN_HALF_SHIFT = tuple(4 * (NIBBLES[e] & 3) + 3 - 2 * (e >> 2 & 1) - (e >> 3) for e in range(CODES_PER_LANE))
 """Bit position of code e's sign in the half word of an odd last group with sign words."""
 
@@ -114,7 +114,7 @@ SIGN_HALF_SHIFT = tuple(4 * (NIBBLES[e] & 3) + 3 - 2 * (e >> 2 & 1) - (e >> 3) f
 class VectorLayout:
     """Words of a lane for one vector of 16 tokens, from the bits of each of the vector's groups.
 
-    `is_cut`: each group is a section of its own, else each run of groups of equal bits is one.
+    `is_cut`: each group is a section; else each run of groups of equal bits is a section.
     """
 
     group_bits: tuple[int, ...]
@@ -147,7 +147,7 @@ class VectorLayout:
 
     @property
     def chunks(self) -> tuple[int, ...]:
-        """Widths of the chunks that a lane's words are stored in: 4s, then 2, then 1."""
+        """Widths of the chunks that hold a lane's words: 4s, then 2, then 1."""
         words = self.code_words + self.sign_words
         return (4,) * (words // 4) + (2,) * (words % 4 // 2) + (1,) * (words % 2)
 
@@ -176,8 +176,8 @@ class Plane(NamedTuple):
 
 @dataclass(frozen=True)
 class PageLayout:
-    """The planes of a micro-block. `vectors`: how K and V of a pair are packed, or a latent; `rope`: the same of RoPE
-    channels beside a latent vector, None: there are none."""
+    """The planes of a micro-block. `vectors`: how K and V of a pair, or a latent, are packed; `rope`: how RoPE channels
+    beside a latent are packed, None: there are none."""
 
     vectors: tuple[VectorLayout, ...]
     planes: tuple[Plane, ...]
@@ -185,7 +185,7 @@ class PageLayout:
 
     @property
     def orders(self) -> tuple[str, ...]:
-        """The order, "key" or "value", of each of the page's vectors."""
+        """The order, "key" or "value", of each vector of the page."""
         return tuple(plane.order for plane in self.planes if plane.content == "words")
 
     @property
@@ -205,7 +205,7 @@ class PageLayout:
 def page_layout(
     fmt: Format, head_dim: int, orders: tuple[str, ...] = PAIR, key_bits: tuple[int, ...] | None = None
 ) -> PageLayout:
-    """Layout of the pages of `fmt` at `head_dim`, which have one vector of each order, "key" or "value", of a token.
+    """Layout of the pages of `fmt` at `head_dim`, with one vector per token in each order, "key" and "value".
 
     key_bits: of each group of K, from a calibration file; None: the format's.
 
@@ -220,7 +220,7 @@ def page_layout(
 def key_vector(fmt: Format, head_dim: int, key_bits: tuple[int, ...]) -> VectorLayout:
     """Layout of vectors of K whose groups have these bits, descending.
 
-    Raises ValueError if the words of a lane are not those of the format, so that pages would have another size.
+    Raises ValueError if a lane would have other words than in the format, so that pages would have another size.
     """
     today, vector = VectorLayout(fmt.group_bits(head_dim)), VectorLayout(key_bits, is_cut=True)
     unknown = set(key_bits) - set(CODES)
@@ -238,7 +238,7 @@ def key_vector(fmt: Format, head_dim: int, key_bits: tuple[int, ...]) -> VectorL
 
 
 def pages_of(vectors: tuple[VectorLayout, ...], orders: tuple[str, ...] = PAIR) -> PageLayout:
-    """Layout of pages that have these vectors of a token, each of an order, "key" or "value"."""
+    """Layout of pages that have these vectors per token, each in the order "key" or "value"."""
     planes: list[Plane] = []
     for contents in (("words", "half words"), ("scales",)):
         for i, (vector, order) in enumerate(zip(vectors, orders, strict=True)):
@@ -255,7 +255,7 @@ def pages_of(vectors: tuple[VectorLayout, ...], orders: tuple[str, ...] = PAIR) 
 
 def latent_layout(fmt: Format, rank: int, rope_dim: int, rope_bits: int = ROPE_BITS[0]) -> PageLayout:
     """Layout of the pages of `fmt` for latent vectors of `rank` channels with `rope_dim` channels of RoPE, which have
-    `rope_bits` of `ROPE_BITS`.
+    `rope_bits` bits, one of `ROPE_BITS`.
 
     Raises ValueError if a number of channels is no positive multiple of 32, and for other bits.
     """
@@ -273,16 +273,17 @@ def latent_layout(fmt: Format, rank: int, rope_dim: int, rope_bits: int = ROPE_B
 
 
 ROW_ALIGNMENT = 16
-"""Bytes; rows begin at multiples of it."""
+"""Bytes; latent rows begin at multiples of this number."""
 ROW_TOKENS = MICRO_BLOCK // 2
-"""Tokens whose rows fill a micro-block of half as many groups."""
+"""Tokens whose rows fill a micro-block with half as many groups."""
 ROW_LANES = LANES // ROW_TOKENS
-"""Lanes that have a token's words."""
+"""Lanes that hold a token's words."""
 
 
 @dataclass(frozen=True)
 class RowLayout:
-    """Layout of latent rows. `page`: of the micro-block of half as many groups whose rows g are theirs."""
+    """Layout of latent rows. `page`: layout of the micro-block with half as many groups; latent rows have the form of
+    its rows g."""
 
     page: PageLayout
 
@@ -321,13 +322,13 @@ def row_layout(fmt: Format, rank: int, rope_dim: int, rope_bits: int = ROPE_BITS
 
 
 def latent_slot_bytes(fmt: Format, rank: int, rope_dim: int, rope_bits: int = ROPE_BITS[0], *, rows: bool) -> int:
-    """Bytes of a token in pages of latents: of micro-blocks, or of `rows`, which are padded."""
+    """Bytes of a token in pages of latents: in micro-blocks, or in `rows`, which are padded."""
     alignment = ROW_ALIGNMENT if rows else 1
     return -(-fmt.latent_bytes(rank, rope_dim, rope_bits) // alignment) * alignment
 
 
 class RingLayout(NamedTuple):
-    """Byte offsets in a ring slot: of each vector's codes and scales; and the slot's bytes."""
+    """Byte offsets of each vector's codes and scales in a ring slot, and the slot's bytes."""
 
     codes: tuple[int, ...]
     scales: tuple[int, ...]
@@ -344,7 +345,7 @@ def ring_layout(head_dim: int, vectors: int = len(PAIR)) -> RingLayout:
 
 
 def ring_slot_bytes(head_dim: int, vectors: int = len(PAIR)) -> int:
-    """Bytes of K and V of one token and head in the ring; with one vector, of a latent and its RoPE channels."""
+    """Bytes of one token and head in the ring: K and V or, with one vector, a latent and its RoPE channels."""
     return ring_layout(head_dim, vectors).slot_bytes
 
 
@@ -354,7 +355,8 @@ MEAN_BLOCK = 512
 """Positions that share a mean of K (`codecs/rope.py`); a multiple of 32. Another number is another format."""
 RING_BLOCK_SIZES = (16, 8, 4, 2, 1)
 MIN_RING_BLOCK = 4
-"""Tokens. Shorter ring blocks make long block tables; they are used only where a page holds no longer one."""
+"""Tokens of a ring block. Shorter ring blocks make long block tables; they are used only where a page holds no longer
+block."""
 MAX_RING_OVERHEAD = 9 / 8
 """Memory that a longer ring block may cost, relative to the cheapest one: a ring has one block more than its tokens
 need."""
@@ -366,7 +368,7 @@ def choose_ring_block(
     """Return the tokens of a ring block, and how many ring blocks lie in one block of the pool.
 
     Args:
-        page_bytes: bytes of a packed page: the most that a block of ring blocks may take.
+        page_bytes: bytes of a packed page, the limit of a block of ring blocks.
         slot_bytes: bytes of one token of all KV heads in the ring.
         block_size: tokens of a packed page; a multiple of the ring block's, as vLLM's scheduler works in the least
             common multiple of both.

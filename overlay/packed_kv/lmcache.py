@@ -3,9 +3,9 @@
     python -m packed_kv.lmcache server --l2-adapter '{"type": "fs", "base_path": "/cache", "serde":
         {"type": "packed_kv", "dtype": "tq4", "head_dim": 128}}' ...
 
-is the command `lmcache` with the serializer in its registry. The vLLM that it serves need not be patched: it keeps its
-cache in 16 bits, and what leaves the server's memory for disk or a remote store is packed, without calibration and
-without a recent window.
+is the command `lmcache` with the serializer in its registry. vLLM need not be patched: it keeps its cache in 16 bits.
+Only data that leave the server's memory for disk or a remote store are packed, without calibration and without a recent
+window.
 
 Serialized bytes are
 
@@ -41,7 +41,7 @@ from .formats import FORMAT_VERSION
 NAME = "packed_kv"
 DIGEST_BYTES = 28
 HEAD_BYTES = DIGEST_BYTES + 4
-"""Bytes before the vectors: the digest and a checksum."""
+"""Bytes in front of the vectors: a digest and a checksum."""
 TILE = 1 << 16
 """Vectors that are packed at a time, through fp32."""
 OPTIONS = {"dtype", "head_dim", "device", "max_workers"}
@@ -68,7 +68,7 @@ class PackedVectors:
         return HEAD_BYTES + vectors * self.codecs[0].vector_bytes
 
     def digest(self, shapes: Sequence[torch.Size]) -> bytes:
-        """Return what bytes of these shapes begin with."""
+        """Return the digest that bytes of these shapes begin with."""
         written = ("with a checksum", FORMAT_VERSION, self.dtype, self.head_dim, [tuple(shape) for shape in shapes])
         return hashlib.sha256(repr(written).encode()).digest()[:DIGEST_BYTES]
 
@@ -118,7 +118,7 @@ class PackedVectors:
 
     @staticmethod
     def _shapes(chunks: Sequence[torch.Tensor]) -> list[torch.Size]:
-        """Shapes of chunks that hold numbers one after the other. Raises ValueError for others."""
+        """Shapes of chunks whose memory is contiguous. Raises ValueError for other chunks."""
         for chunk in chunks:
             if not chunk.is_floating_point():
                 raise ValueError(
@@ -169,7 +169,7 @@ class PackedDeserializer(Deserializer):
 
 
 def _tensors(chunk: MemoryObj) -> list[torch.Tensor]:
-    """One per group of layers of equal shape."""
+    """One codec per group of layers of equal shape."""
     tensors = [chunk.get_tensor(group) for group in range(len(chunk.get_shapes()))]
     if any(tensor is None for tensor in tensors):
         raise ValueError(f"{NAME}: a chunk without memory")
@@ -190,7 +190,7 @@ def create(options: dict[str, Any]) -> SerdeProcessor:
         options: `dtype` and `head_dim`; `device`, by default a GPU where there is one; `max_workers`, chunks at a time
             (1).
 
-    Raises ValueError for others, and for values that cannot be.
+    Raises ValueError for other options, and for invalid values.
     """
     if unknown := set(options) - OPTIONS:
         raise ValueError(f"{NAME}: unknown option {min(unknown)!r}; known: {', '.join(sorted(OPTIONS))}")
@@ -206,7 +206,7 @@ def create(options: dict[str, Any]) -> SerdeProcessor:
 
 
 def register() -> None:
-    """Enter the serializer into LMCache's registry, once per process."""
+    """Add the serializer to LMCache's registry, once per process."""
     register_serde_factory(NAME, create)
 
 

@@ -1,5 +1,6 @@
-"""Packed keys or values of a layer outside of vLLM, for `PackedCache` (`transformers.py`): tensors that grow by tokens.
-On a CPU kernels in C++ pack and unpack (`kernels/cpu/vectors.py`), elsewhere, or without a compiler, PyTorch does."""
+"""Packed keys or values of a layer outside of vLLM, for `PackedCache` (`transformers.py`), in tensors that grow by
+tokens. On a CPU kernels in C++ pack and unpack (`kernels/cpu/vectors.py`), elsewhere, or without a compiler, PyTorch
+does."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ TILE = 1024
 
 
 class Tokens:
-    """A tensor [sequences, KV heads, tokens, width] that gets tokens at its end and loses them at both ends.
+    """A tensor [sequences, KV heads, tokens, width]; tokens are appended at its end and removed at both ends.
 
     Its memory has room for up to an eighth more, so a token is copied about 8 times in all, however many follow it.
     """
@@ -52,7 +53,7 @@ class Tokens:
             self._move(tokens)
 
     def _move(self, tokens: int) -> None:
-        """Move what is held to memory for `tokens` tokens and more."""
+        """Move the contents to memory for at least `tokens` tokens."""
         held = self.held
         sequences, heads, count, width = held.shape
         self.memory = held.new_empty((sequences, heads, _with_room(tokens), width))
@@ -67,8 +68,8 @@ def _with_room(tokens: int) -> int:
 class PackedVectors:
     """The keys or the values of a layer.
 
-    `packed`: uint8 [sequences, KV heads, tokens, vector_bytes], all tokens. `codes`, `scales`: the newest ones as a
-    ring has them, int8 [.., stored_dim] and uint8 [.., stored_dim / 32].
+    `packed`: uint8 [sequences, KV heads, tokens, vector_bytes], all tokens. `codes`, `scales`: the newest ones in a
+    ring's form, int8 [.., stored_dim] and uint8 [.., stored_dim / 32].
     """
 
     def __init__(self, codec: Codec, sequences: int, heads: int, kernel: CpuVectors | None) -> None:
@@ -123,5 +124,5 @@ class PackedVectors:
         return self.packed, self.codes, self.scales
 
     def change(self, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        """Replace each tensor by `change` of it, in memory of its own."""
+        """Replace each tensor by `change(tensor)`, in memory of its own."""
         self.packed, self.codes, self.scales = (Tokens(change(tokens.held)) for tokens in self.all())

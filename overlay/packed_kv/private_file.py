@@ -5,9 +5,9 @@ a link, a FIFO, a file of their own. Imports no torch and no vLLM.
   `own_folder`, `open_own`, `locked`.
 - What is written (these, and results that a user asked for) is written beside its name and renamed: `replacing`. So no
   link is followed, no FIFO waited for, and a reader sees all of the old file or all of the new one.
-- What is in the making has a name with this machine's in it and a random number, and its maker holds a lock: on the
-  file, or on a file in the folder. `sweep` removes what this machine made and whose lock is free, in folders where
-  nobody else can rename it.
+- An unfinished file or folder has a name with this machine's name and a random number, and its maker holds a lock: on
+the file, or on a file in the folder. `sweep` removes unfinished files of this machine whose lock is free, in folders
+where nobody else can rename them.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from pathlib import Path
 from typing import BinaryIO
 
 TEMPORARY = re.compile(r"\.?packed_kv-([0-9a-f]{8})-[0-9a-f]{16}\.tmp")
-"""Names of files (with the dot) and folders in the making, with a digest of the machine's name."""
+"""Names of unfinished files (with the dot) and folders, with a digest of the machine's name."""
 LOCK = ".lock"
-"""File of a folder in the making that its makers lock; a folder without it is nobody's to remove."""
+"""File in an unfinished folder that its makers lock; a folder without it is never removed."""
 TRIAL = bytes(4096)
 """Content that `why_not_replaced` writes, as a full disk takes an empty file."""
 OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
@@ -39,7 +39,7 @@ _NO_FILE = (errno.ELOOP, errno.EISDIR, errno.ENXIO)
 
 
 class Untrusted(Exception):
-    """A folder or file that is not this user's alone: the reason, and a remedy."""
+    """A folder or file that others own or can write: the reason, and a remedy."""
 
     def __init__(self, reason: str, remedy: str = "delete it") -> None:
         super().__init__(f"{reason}; {remedy}")
@@ -109,7 +109,7 @@ def read_own(folder: int, path: Path) -> bytes:
 
 @contextlib.contextmanager
 def locked(folder: int, path: Path, waiting: Callable[[], None]) -> Iterator[int]:
-    """Wait for the lock that a file of an own folder is, and hold it; `waiting` is called before a wait.
+    """Wait for a lock file in an own folder, and hold the lock; `waiting` is called before a wait.
 
     Gives its descriptor: the lock is free when all copies of it are closed. The file's content stays as it is. A file
     of this user's that others can write, as some umasks make it, is closed to them. Raises as `open_own` does.
@@ -128,8 +128,8 @@ def locked(folder: int, path: Path, waiting: Callable[[], None]) -> Iterator[int
 
 @contextlib.contextmanager
 def replacing(path: Path, mode: int = 0o666, folder: int | None = None) -> Iterator[tuple[BinaryIO, Path]]:
-    """Give a new file beside `path` to write into, and its path. At the end it takes the place of what has the name; if
-    the block raises, it is removed. Raises OSError.
+    """Give a new file beside `path` to write into, and its path. At the end it replaces whatever has the name; if the
+    block raises, it is removed. Raises OSError.
 
     Args:
         mode: permissions of the file, less the umask.
@@ -177,7 +177,7 @@ def why_not_replaced(path: Path) -> str:
 
 
 def _why_kept(path: Path) -> str:
-    """Say why what has a file's name cannot be replaced; "": it can. A link can, and what it points to stays."""
+    """Say why whatever has a file's name cannot be replaced; "": it can. A link can be replaced; its target stays."""
     try:
         status, folder = path.lstat(), path.parent.stat()
     except FileNotFoundError:
@@ -251,7 +251,7 @@ def _check_names_stay(path: Path, status: os.stat_result) -> None:
 
 
 def new_name() -> str:
-    """Return a name for what is in the making on this machine."""
+    """Return a name for an unfinished file or folder of this machine."""
     return f"packed_kv-{_machine()}-{secrets.token_hex(8)}.tmp"
 
 
@@ -261,8 +261,8 @@ def _machine() -> str:
 
 
 def sweep(path: Path) -> None:
-    """Remove what killed processes of this user on this machine left in the making in a folder, unless others can
-    rename what is there. What is still made is locked."""
+    """Remove unfinished files of this user's killed processes on this machine from a folder, unless others can rename
+    files there. Files of running processes are locked."""
     with contextlib.suppress(OSError):
         folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
         try:

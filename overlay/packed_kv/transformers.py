@@ -6,8 +6,8 @@ Every token lies as the reference codec packs it (docs/formats.md), and the newe
 bits (`codecs/ring.py`), as in vLLM. The model's attention wants keys and values whole, so each layer unpacks its own,
 for as long as its attention takes (`packed_vectors.py`): this saves memory, not time.
 
-What attention reads: a lone token, all of it as it is stored, its own key and value included, the newest from the 8
-bits; several tokens at once, a prompt or a part of one, those before them as they are stored and their own as they are.
+A single token reads all keys and values as stored, its own included, the newest ones at 8 bits. Several tokens at once
+(a prompt or a part of it) read earlier tokens as stored, and their own unquantized.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ CACHE_ARGUMENT = "cache" if "cache" in _PARAMETERS else "past_key_values"
 
 
 SLOWER = "3 to 5 times"
-"""Time of a generate step in PyTorch, in steps of the kernels, as benchmarks/cpu_cache.py measures it."""
+"""Ratio of a generate step's time in PyTorch to its time with the kernels, as benchmarks/cpu_cache.py measures it."""
 
 
 @dataclass
@@ -197,7 +197,7 @@ class PackedLayer(DynamicLayer):
         super().__init__(**window)
         self.settings, self.number = settings, number
         self.cumulative_length, self.updates = 0, 0
-        """Tokens that came in, of which a sliding window holds the last, and the updates that brought them."""
+        """Tokens received so far (a sliding window holds the last of them), and the number of updates."""
 
     @property
     def keys(self) -> torch.Tensor | None:
@@ -264,7 +264,7 @@ class PackedLayer(DynamicLayer):
         self.vectors, self.cumulative_length, self.updates, self.is_initialized = (), 0, 0, False
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Remove the newest tokens: as many as the number is below 0, or, above 0, all but that many."""
+        """Remove the newest tokens: -n of them if the number n is negative, else all but the first n."""
         length = self.cumulative_length
         remove = -tokens_to_remove if tokens_to_remove <= 0 else max(0, length - tokens_to_remove)
         for tokens in self.all():
@@ -281,11 +281,11 @@ class PackedLayer(DynamicLayer):
         self._change(lambda x: x[indices.to(x.device)])
 
     def all(self) -> list[Tokens]:
-        """All that grows with the tokens."""
+        """The tensors that grow with the tokens."""
         return [tokens for held in self.vectors for tokens in held.all()]
 
     def _change(self, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        """Replace what sequences have by `change` of it."""
+        """Replace each tensor over sequences by `change(tensor)`."""
         for held in self.vectors:
             held.change(change)
         if self.is_initialized:
@@ -306,8 +306,8 @@ class PackedLayer(DynamicLayer):
         return (columns - self.starts[:, None]).unsqueeze(-1)
 
     def _starts(self, sequences: int, tokens: int) -> torch.Tensor:
-        """int64 [sequences], the column of each one's first token; for beams each prompt's as often as it has beams.
-        `tokens`: those that come first."""
+        """int64 [sequences], the column of each sequence's first token; with beams, each prompt's is repeated.
+        `tokens`: number of the first tokens."""
         mask = self.settings.mask
         if mask is None:
             return torch.zeros(sequences, dtype=torch.int64, device=self.device)
@@ -319,7 +319,7 @@ class PackedLayer(DynamicLayer):
 
 
 class PackedSlidingLayer(PackedLayer, DynamicSlidingWindowLayer):
-    """One layer with a sliding window, of which it holds the last tokens that a next one could see."""
+    """One layer with a sliding window; it holds the last tokens, which a next token could see."""
 
     def __init__(self, settings: _Settings, number: int, sliding_window: int) -> None:
         super().__init__(settings, number, sliding_window=sliding_window)

@@ -1,5 +1,5 @@
-"""Versions of vLLM: probes of what a version has, and fields of its configuration that another lacks. And private names
-of vLLM, which no other module imports or reads (`tests/test_imports.py`)."""
+"""Versions of vLLM: probes of a version's features, fields of its configuration that other versions lack, and private
+names of vLLM, which no other module imports or reads (`tests/test_imports.py`)."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def get_kv_cache_groups(config: VllmConfig, specs: Mapping[str, KVCacheSpec]) ->
 
 
 def version_without_latents() -> str:
-    """vLLM's version if its latent attention has not the seams that packed pages need, as 0.31; else ""."""
+    """vLLM's version if its latent attention lacks the hooks that packed pages need, as 0.31 does; else ""."""
     from vllm.model_executor.layers.attention import mla_attention
 
     needed = ("init_mla_context_partial", "accumulate_mla_context_chunk", "split_kv_b_proj")
@@ -77,7 +77,7 @@ def prefill_ranks(config: VllmConfig) -> int | None:
 
 
 def has_host_cache(config: VllmConfig) -> bool:
-    """True if sparse attention keeps rows of its own on the host (HiSparse)."""
+    """True if sparse attention keeps its rows on the host (HiSparse)."""
     return getattr(getattr(config, "attention_config", None), "hisparse_config", None) is not None
 
 
@@ -133,8 +133,8 @@ def unknown_architecture(names: list[str], *, has_code: bool) -> str:
 
 
 def forget_backends() -> None:
-    """Have vLLM look up the backend of each kind of layer again: what it keeps from an engine without packed layers
-    does not fit the dense layers beside packed ones."""
+    """Have vLLM look up the backend of each kind of layer again: backends cached from an engine without packed layers
+    do not fit dense layers beside packed ones."""
     from vllm.v1.attention import selector
 
     if (kept := getattr(selector, "_cached_get_attn_backend", None)) is not None:
@@ -162,7 +162,7 @@ class TierInternals:
 
 
 def wrap_adapter_keys(wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    """Put `wrap` of vLLM's function in its place: the one that makes a request's LoRA keys for block hashes."""
+    """Replace vLLM's function that makes a request's LoRA keys for block hashes by `wrap` of it."""
     from vllm.v1.core import kv_cache_utils
 
     kv_cache_utils._gen_lora_extra_hash_keys = wrap(kv_cache_utils._gen_lora_extra_hash_keys)

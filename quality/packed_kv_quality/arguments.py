@@ -316,7 +316,7 @@ def check_dtypes(dtypes: list[str]) -> None:
 
 
 def check_recall(options: argparse.Namespace, skipped: bool) -> None:
-    """Set the defaults of recall's options that are not given. Raises BadInput for those that are, if it is skipped."""
+    """Set the defaults of recall's missing options. Raises BadInput for given ones if recall is skipped."""
     given = given_of(options, OF_RECALL)
     if skipped and given:
         raise BadInput(f"--skip-recall measures no recall; leave {', '.join(given)} out")

@@ -34,7 +34,7 @@ TOP = 5
 
 
 class BaselineError(ValueError):
-    """A file that is no baseline, or the baseline of another run."""
+    """The file is not a baseline, or is another run's baseline."""
 
 
 @dataclass(frozen=True)
@@ -219,6 +219,6 @@ def losses(log_probs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 
 
 def split_off(log_probs: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Split log-probabilities [rows, vocabulary] into those of `ids` [rows, k] and of all others together [rows]."""
+    """Split log-probabilities [rows, vocabulary] into the ones of `ids` [rows, k] and the sum of all others [rows]."""
     rest = log_probs.scatter(-1, ids, -torch.inf)
     return log_probs.gather(-1, ids), rest.logsumexp(-1)

@@ -83,7 +83,7 @@ def _collect_only_what_is_new() -> Iterator[None]:
 
     An engine's start and end collect seven times, 0.4 s each over all that is imported.
     """
-    gc.collect()  # engines of before: those that a caller still held when they ended
+    gc.collect()  # earlier engines that a caller still held when they ended
     gc.freeze()
     with mock.patch.object(gc, "freeze"), mock.patch.object(gc, "unfreeze"):
         yield
@@ -127,8 +127,8 @@ def bytes_per_request(llm: LLM) -> int:
 
 
 def _layer_specs(llm: LLM, window: bool) -> Iterator[Any]:
-    """The KV-cache spec of each layer, of those that grow with a request or of rings, which take no part in the prefix
-    cache. The runner's: the scheduler's has the first layer's for a whole group, also
+    """The KV-cache spec of each layer: of layers that grow with a request, or of rings, which take no part in the
+    prefix cache. The specs are the runner's: the scheduler has the first layer's spec for a whole group, also
     where dtypes skip layers. It names layers, too, that read another's cache and have none."""
     layers = llm.llm_engine.vllm_config.compilation_config.static_forward_context
     for group in model_runner(llm).kv_cache_config.kv_cache_groups:

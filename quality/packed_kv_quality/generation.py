@@ -35,7 +35,7 @@ PASSAGE = 192
 
 @dataclass(frozen=True)
 class Window:
-    """A piece of a text: `prompt` tokens to prefill, and those behind them, of which the last is only predicted."""
+    """A piece of a text: `prompt` tokens to prefill, and the tokens after them, of which the last is only predicted."""
 
     text: str
     prompt: int
@@ -72,7 +72,7 @@ class Continuation:
 
     `kl_*`: KL divergence from the baseline in nats, its mean with the standard error, quantiles, and the mean of each
     window. `top1_loss`: share of positions with another likeliest token. `divergence`: by window, how many greedy
-    tokens are the baseline's before the first that is not (as many as were decoded: all).
+    tokens equal the baseline's before the first that differs (if none differs, the number of decoded tokens).
     """
 
     text: str
@@ -242,7 +242,7 @@ def _generation(
 
 
 def _by_window(settings: GenerationSettings, values: torch.Tensor) -> list[tuple[Window, torch.Tensor]]:
-    """Values of all positions [positions], cut into those of the windows."""
+    """Values of all positions [positions], split by window."""
     sizes = [len(window.token_ids) - 1 - window.prompt for window in settings.windows]
     return list(zip(settings.windows, values.split(sizes), strict=True))
 

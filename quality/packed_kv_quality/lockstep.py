@@ -47,7 +47,7 @@ def run(
 
 
 class _Steps:
-    """The steps of one call: sets the width of each, and keeps what came out."""
+    """The steps of one call: sets the width of each step, and keeps the outputs."""
 
     def __init__(
         self, llm: LLM, prompts: Sequence[Prompt], widths: Iterable[int], done: Callable[[int], object]
@@ -93,8 +93,8 @@ class _Steps:
 
     @contextlib.contextmanager
     def _watched_model(self) -> Iterator[None]:
-        """Keep what the model returns. A replayed CUDA graph calls no module, but what follows it is given the last row
-        of each prompt, which is all of a step of one token each."""
+        """Keep what the model returns. A replayed CUDA graph calls no module; the code after it gets the last row of
+        each prompt, which in a step of one token each is every row."""
         if self.eager:
             hook = self.model.register_forward_hook(self._output, with_kwargs=True)
             try:
@@ -134,7 +134,7 @@ class _Steps:
         self.outputs.append((output, None if ids is None else ids.clone()))
 
     def _keep(self, names: Sequence[str], counts: Sequence[int]) -> None:
-        """Cut a step's rows into those of its prompts. Padding follows them."""
+        """Split a step's rows by prompt. Padding follows them."""
         output, ids = self.outputs.popleft()
         for name, part in zip(names, output[: sum(counts)].split(counts), strict=True):
             self.rows.setdefault(name, []).append(part.clone())

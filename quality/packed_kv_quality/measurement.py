@@ -34,8 +34,8 @@ DECODE_GRAPHS = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
 
 
 class EngineSettings(Protocol):
-    """Settings with which an engine is started. `dtype` is that of weights and activations, `additional_config` is for
-    packed-kv's dtypes, and `parallel` engines run on the device at a time."""
+    """Settings with which an engine is started. `dtype` is the dtype of weights and activations, `additional_config` is
+    for packed-kv's dtypes, and `parallel` engines run on the device at a time."""
 
     @property
     def model(self) -> str: ...
@@ -83,7 +83,7 @@ class Settings:
         return at_once(llm, max(map(len, self.windows)) + 1, self.chunk, min(len(self.windows), LARGEST_BATCH))
 
     def by_text(self, positions: Positions) -> dict[str, Text]:
-        """Figures per text, from those of all positions."""
+        """Figures per text, from figures of all positions."""
         sizes = [len(window) - 1 - self.chunk for window in self.windows]
         losses, kl = (tensor.split(sizes) for tensor in (positions.losses, positions.kl))
         found = {}
@@ -138,8 +138,8 @@ class Measurement:
 def measure_baseline(settings: Settings, path: Path, identity: dict[str, Any], top_k: int | None) -> None:
     """Run the baseline and write it to `path`.
 
-    Its facts are its measurement, that of `STORAGE`, `rounding` (the mean KL divergence of the same model with
-    `rounded_attention`), `context_information` (see `BaselineWriter`), how many windows ran at once, and on what.
+    Its facts are its measurement, the measurement of `STORAGE`, `rounding` (the mean KL divergence of the same model
+    with `rounded_attention`), `context_information` (see `BaselineWriter`), how many windows ran at once, and on what.
     """
     writer, rounding, stored = BaselineWriter(top_k), [], []
     with _engine(BASELINE, settings) as llm:
@@ -193,7 +193,7 @@ class Recall:
 
 
 def measure_recall(dtype: str, settings: Settings) -> list[Recall]:
-    """Measure recall alone, of one dtype; in the baseline's engine also that of `STORAGE`. Raises Refused."""
+    """Measure recall alone, of one dtype; in the baseline's engine also `STORAGE`'s recall. Raises Refused."""
     with _engine(dtype, settings) as llm:
         size = bytes_per_token(llm)
         found = [Recall(dtype, size, _recall(dtype, llm, settings))]

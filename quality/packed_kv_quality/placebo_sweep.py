@@ -46,8 +46,8 @@ at 1.4 and above."""
 LOST_CONTEXT = 0.25
 """Bound of any dtype, as a multiple of the context's information about the next token. A codec of noise measures 2."""
 OUT_OF_LINE = 4.0
-"""Bound of our dtypes, times their relative MSE, times the median of KL by MSE of those that ran. Rotations spread KL
-by MSE by a factor of 1.6 on the demo model."""
+"""Bound of our dtypes, times their relative MSE, times the median of KL over MSE of the dtypes that ran. Rotations
+spread KL by MSE by a factor of 1.6 on the demo model."""
 
 OK = "ok"
 

@@ -118,7 +118,7 @@ def pareto(rows: Sequence[Measurement], rounding: float, title: str, path: Path)
 def pareto_by_length(
     panels: Mapping[str, tuple[Sequence[Point], Sequence[Point], float]], title: str, path: Path
 ) -> None:
-    """The same in panels side by side: name -> points that begin with the baseline, those of our dtypes without a
+    """The same in panels side by side: name -> points that begin with the baseline, points of our dtypes without a
     calibration file, and the KL divergence of rounding."""
     figure, grid = plt.subplots(
         1, len(panels), figsize=(4.4 * len(panels), 4.6), dpi=120, layout="constrained", squeeze=False, sharey=True

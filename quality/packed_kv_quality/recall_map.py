@@ -43,8 +43,8 @@ class Cell:
 
 @dataclass(frozen=True)
 class RecallSettings:
-    """Lengths of prompts in tokens, depths of facts from 0 to 1, facts at each of both, whether the chat template is
-    used, tokens of a prefill step, and the seed."""
+    """Lengths of prompts in tokens, depths of facts from 0 to 1, facts per length and depth, whether the chat template
+    is used, tokens of a prefill step, and the seed."""
 
     lengths: list[int]
     depths: list[float]

@@ -75,7 +75,7 @@ RECALL_HEAD = ["recall", "of auto", "answer log-prob"]
 
 
 def recall_values(cells: Sequence, baseline: Sequence) -> list[str]:
-    """Facts recalled, as a share of those that the baseline recalls, and the answers' mean log-probability."""
+    """Facts recalled, as a share of the facts that the baseline recalls, and the answers' mean log-probability."""
     share, known, log_prob = recalled_share(cells), recalled_share(baseline), answer_log_prob(cells)
     if share is None or log_prob is None:
         return ["", "", ""]

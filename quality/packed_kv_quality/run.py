@@ -105,7 +105,7 @@ def run_recall(options: argparse.Namespace) -> int:
 
 
 def say_how_many(options: argparse.Namespace, *, baseline: bool) -> None:
-    """Say how many engines start; how long that takes here, each one says that has run."""
+    """Say how many engines start; each one that has run reports how long it took."""
     number = len(dict.fromkeys(options.dtypes)) + baseline
     at_once = f", {options.parallel} at a time" if options.parallel > 1 else ", one after the other"
     say(f"{number} engines will start{at_once}; how long that takes here, each says that has run")
@@ -171,7 +171,7 @@ def describe_recall(rows: list[Recall]) -> str:
 
 
 def same_recall_only(found: Measurement, settings: Settings) -> Measurement:
-    """The measurement, without its recall if that is of other prompts than this run's."""
+    """The measurement, without its recall if that used other prompts than this run's."""
     facts = settings.recall.facts
     here = {(length, depth, facts) for length in settings.recall.lengths for depth in settings.recall.depths}
     same = {(cell.length, cell.depth, cell.facts) for cell in found.recall} == here

@@ -81,5 +81,5 @@ def serve(model: str, dtype: str, name: str, options: list[str], log: Path) -> I
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(30)
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)  # its own session: an engine that outlives its server
+            os.killpg(process.pid, signal.SIGKILL)  # the server's session may have an engine that outlives it
         process.wait()

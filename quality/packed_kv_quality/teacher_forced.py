@@ -28,7 +28,8 @@ ROWS = 64
 
 
 def text_windows(tokenizer: PreTrainedTokenizerBase, text: str, context: int, windows: int) -> list[list[int]]:
-    """Token ids of `windows` consecutive pieces of a text, `context` each with the tokens a prompt begins with.
+    """Token ids of `windows` consecutive pieces of a text, of `context` tokens each, including the tokens that begin a
+    prompt.
 
     Raises ValueError if the text is too short.
     """
@@ -44,7 +45,7 @@ def text_windows(tokenizer: PreTrainedTokenizerBase, text: str, context: int, wi
 
 
 def beginning(tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """The token that the tokenizer puts before a text; models do badly without it."""
+    """The token that the tokenizer puts before a text; models predict badly without it."""
     bos = tokenizer.bos_token_id
     return [bos] if bos is not None and tokenizer.encode("a")[:1] == [bos] else []
 
@@ -86,7 +87,8 @@ def fp8_storage(llm: LLM) -> Iterator[None]:
 
 
 def through_e4m3(x: Stored) -> Stored:
-    """Values rounded to the nearest of e4m3, those beyond its range to its ends; None, of shared layers, stays None."""
+    """Values rounded to the nearest of e4m3, values beyond its range to its ends; None, of layers that share a cache,
+    stays None."""
     if x is None:
         return x
     largest = torch.finfo(torch.float8_e4m3fn).max

@@ -23,7 +23,7 @@ def find_kernel(
         device: the GPU.
         option: `decode_kernel`.
         limits: of the layer's steps.
-        layer: what is asked of the kernel.
+        layer: what the kernel has to serve.
         heads: the layer's, in words.
         otherwise: what serves the layer if the CUDA kernel does not, in words.
     """

@@ -1,6 +1,6 @@
 """Decode context parallelism: the ranks that replicate a KV head split its tokens (`--decode-context-parallel-size`).
 
-Each rank attends for the query heads of all of them over its own tokens, and gets its heads' results from the others,
+Each rank attends over its own tokens for the query heads of all ranks, and gets its heads' results from the others,
 weighted by their log-sum-exp (lse), as in vLLM's FlashAttention backend.
 """
 
@@ -36,14 +36,14 @@ class Ranks:
     def reserve(self, query: torch.Tensor, value_dim: int) -> None:
         """Take the memory of `gather` and `combine`, so that vLLM's memory profile counts it.
 
-        query: [tokens, query heads, head_dim] of this rank, as many as a batch has at most.
+        query: [tokens, query heads, head_dim] of this rank; tokens: the most of a batch.
         """
         queries = self.gather(query)
         output = queries.new_zeros((*queries.shape[:2], value_dim), dtype=torch.float32)
         self.combine(output, output[..., 0].contiguous())
 
     def combine(self, output: torch.Tensor, lse: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Attention over all ranks' tokens from that over this one's.
+        """Combine this rank's attention over its own tokens with the other ranks' results.
 
         Args:
             output: fp32 [tokens, query heads of all ranks, value_dim], contiguous; overwritten. In fp32, so that the
@@ -52,7 +52,8 @@ class Ranks:
                 -1e29 where this rank has no token for a row.
 
         Returns:
-            Of this rank's query heads, fp32 [tokens, query heads, value_dim] and lse [tokens, query heads].
+            The result for this rank's query heads, fp32 [tokens, query heads, value_dim], and lse [tokens, query
+            heads].
         """
         rank_lse = self.group.all_gather(lse, dim=0).view(self.shard.ranks, *lse.shape)
         total_lse = self._weigh(output, rank_lse)
@@ -61,11 +62,11 @@ class Ranks:
         return self._reduce_scatter(output), total_lse[:, own]
 
     def _reduce_scatter(self, output: torch.Tensor) -> torch.Tensor:
-        """This rank's query heads of the sum over the ranks."""
+        """The sum over the ranks, for this rank's query heads alone."""
         communicator = self.group.device_communicator
         if getattr(getattr(communicator, "pynccl_comm", None), "disabled", False):
             # Without an NCCL library of its own, vLLM's `reduce_scatter` returns uninitialized memory (its `all_gather`
-            # checks): use that of its base class, by PyTorch.
+            # checks): use the base class's method, by PyTorch.
             return DeviceCommunicatorBase.reduce_scatter(communicator, output, dim=1)
         return self.group.reduce_scatter(output, dim=1)
 
@@ -92,8 +93,8 @@ class ContextParallelAttention:
     def forward(self, batch: Batch) -> None:
         """Store a batch and attend.
 
-        First all ranks serve the rows that read pages, then each adds what a prefill reads raw. What decides whether
-        they communicate is the same on all.
+        First all ranks serve the rows that read pages, then each adds what a prefill reads raw. All ranks decide alike
+        whether they communicate.
         """
         kernels, metadata, query = self.kernels, batch.metadata, batch.query
         tokens, decodes = metadata.num_actual_tokens, kernels.count_decodes(metadata, query.dtype)

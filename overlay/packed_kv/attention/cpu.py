@@ -1,8 +1,8 @@
 """The kernels of a CPU, in C++: which of them serve a layer, and its decodes. Prefill is in `cpu_prefill.py`.
 
-Stored bytes equal the reference's, so every layer that `kernels/cpu` knows is stored by it. Decodes run on it in fp16
-and bf16: with fp32 activations a result must not depend on how the scheduler cut, batched or cached a request, and that
-only `reference/attention.py` gives.
+Stored bytes equal the reference's, so `kernels/cpu` stores every layer that it knows. It serves decodes in fp16 and
+bf16. With fp32 activations a result must not depend on how the scheduler cut, batched or cached a request; only
+`reference/attention.py` guarantees that.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 logger = init_logger("vllm.packed_kv")
 
 SLOWER = "10 to 25 times"
-"""Time of a decode step in PyTorch, in steps of these kernels, as benchmarks/cpu.py measures it."""
+"""Ratio of a decode step's time in PyTorch to its time in these kernels, as benchmarks/cpu.py measures it."""
 
 
 class CpuPairs(DecodeKernel[decode.Step, None]):
@@ -51,7 +51,7 @@ class CpuPairs(DecodeKernel[decode.Step, None]):
         codec: of the layer, on the CPU.
         query_heads, kv_heads: of this rank.
         options: see `AttentionOptions`.
-        largest: step, whose workspace is taken.
+        largest: the largest step; the workspace is sized for it.
 
     Raises:
         BuildError: no compiler, or one that fails.
@@ -80,8 +80,8 @@ class CpuPairs(DecodeKernel[decode.Step, None]):
 def find_kernels(
     fmt: Format, layer: PairLayout, engine: EngineLimits
 ) -> tuple[StoreKernel, CpuPairs | None, CpuPrefill | None]:
-    """Return the kernels of a layer of this format that store, decode and prefill: in PyTorch, or None, where those in
-    C++ do not serve it, which the log says. Where there are several ranks, all runs in PyTorch."""
+    """Return the kernels that store, decode and prefill for a layer of this format. Where C++ does not serve the layer,
+    the log says so, and the kernel is PyTorch's or None. With several ranks, all runs in PyTorch."""
     attends = engine.dtype != torch.float32
     in_pytorch = reference_pair_store(layer.codec), None, None
     head_dim, group = layer.codec.key.head_dim, layer.query_heads // layer.kv_heads
@@ -116,7 +116,7 @@ def compile_ahead(
 ) -> None:
     """Begin to compile what such layers need, in other threads, while vLLM loads the model.
 
-    `rope_bits`: of latents. `key_bits`: of K's groups, where a calibration file has some.
+    `rope_bits`: bits of latents' RoPE channels. `key_bits`: bits of K's groups, where a calibration file has some.
     """
     if asked.fmt is None or cpp_lacks(asked):
         return
@@ -130,7 +130,7 @@ def compile_ahead(
 
 
 def wait_for_libraries(page: PageLayout, rotation: str, *, attends: bool) -> None:
-    """Wait until these libraries are compiled, or have failed: to load one then says why."""
+    """Wait until these libraries are compiled or have failed; loading a failed one raises the reason."""
     for name in _libraries(page, rotation, attends=attends):
         wait_for(name)
 
@@ -143,7 +143,7 @@ def _libraries(page: PageLayout, rotation: str, *, attends: bool) -> dict[Hashab
 
 
 def _load_or_pass(program: Program, constants: str) -> None:
-    """Pass over a library that cannot be built: to load it later says why."""
+    """Ignore a library that cannot be built: loading it later raises the reason."""
     with suppress(BuildError):
         load_library(program, constants)
 

@@ -1,7 +1,8 @@
-"""Prefill on a CPU: vLLM's own attention op over a chunk's raw K and V, behind its prefix as unpacked from the pages.
+"""Prefill on a CPU: vLLM's own attention op over a request's prefix, unpacked from the pages, and its chunk's raw K and
+V.
 
 As on CUDA (`prefill.py`), the chunk attends over itself before quantisation. Prefix and chunk lie in one scratch cache
-of vLLM's kind, which all layers share, so that one causal call serves a request, and no parts are combined.
+of vLLM's kind, which all layers share. So one causal call serves a request, and no parts have to be combined.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 BLOCK = 128
 """Tokens of a block of the scratch cache."""
 PIECE = 1024
-"""Tokens that are unpacked at a time, on their way into the scratch cache."""
+"""Tokens that are unpacked at a time and then copied into the scratch cache."""
 
 
 class ScratchSpan(NamedTuple):
@@ -45,9 +46,9 @@ class ScratchSpan(NamedTuple):
 
 @dataclass(frozen=True)
 class ScratchBatch:
-    """Requests that fit the scratch cache together: their spans and rows of the batch, and arguments of the op.
+    """Requests that fit the scratch cache together: their spans, their rows of the batch, and arguments of the op.
 
-    `slots`: int64, where new tokens lie in the scratch cache; empty where the layer reads what another has stored.
+    `slots`: int64, slots of new tokens in the scratch cache; empty where the layer reads another layer's cache.
     `cut_blocks`: int64, blocks that the requests do not fill.
     """
 
@@ -62,17 +63,17 @@ class ScratchBatch:
 
 
 class Scratch:
-    """K and V of one layer, in the layout of vLLM's CPU cache, and the vectors of a piece on their way there.
+    """The scratch cache: K and V of one layer in the layout of vLLM's CPU cache, and a buffer of unpacked vectors.
 
     Args:
-        tokens: that fit, at least those of the longest request.
+        tokens: capacity, at least the tokens of the longest request.
         kv_heads, head_dim: of the layers that share it.
         dtype: of the model.
     """
 
     def __init__(self, tokens: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> None:
         self.blocks = -(-tokens // BLOCK)
-        # Filled, so that the pages count in what vLLM finds this process to hold when it sizes the KV cache.
+        # Filled, so that vLLM counts these pages as this process's memory when it sizes the KV cache.
         self.cache = torch.full((self.blocks, kv_heads, 2 * BLOCK, head_dim), 0, dtype=dtype)
         self.key, self.value = self.cache.chunk(2, dim=2)
         self.piece = torch.full((2, PIECE, kv_heads, head_dim), 0, dtype=dtype)
@@ -134,7 +135,7 @@ class CpuPrefill(PrefillKernel["Batch"]):
             self._attend(fitting, batch.query[fitting.rows], batch.output[fitting.rows])
 
     def _scratch_batches(self, metadata: PackedMetadata, first: int, shared: bool) -> list[ScratchBatch]:
-        """Made for the first layer of a kind, kept for the rest."""
+        """Return the step, made for the first layer of a kind and kept for the rest."""
         window = self.options.sliding_window
 
         def make() -> list[ScratchBatch]:
@@ -196,7 +197,7 @@ class CpuPrefill(PrefillKernel["Batch"]):
             self._put(self._slots(span, start, end), *unpacked)
 
     def _put(self, slots: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
-        """Write tokens into the scratch cache. `slots`: int64 [tokens], of them all."""
+        """Write tokens into the scratch cache. `slots`: int64 [tokens], a slot of each."""
         if self.value_dim != self.head_dim:
             value = torch.nn.functional.pad(value, (0, self.head_dim - self.value_dim))
         cpu_ops().cpu_attn_reshape_and_cache(key, value, self.scratch.key, self.scratch.value, slots, self.isa)

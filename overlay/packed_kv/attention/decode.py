@@ -1,7 +1,7 @@
 """The decode kernels of pairs on CUDA: `kernels/cuda` where it serves a layer, else `kernels/triton/decode.py`.
 
-The store has rotated a step's queries, into memory that the step has. The kernel leaves partial results of the splits
-of each request, which another launch merges; or, of the CUDA kernel's final grids, whole ones.
+The store kernel has already rotated a step's queries, into the step's workspace. The kernel leaves partial results of
+each request's splits, which another launch merges. With a final grid, the CUDA kernel writes whole results.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def rotation_of(layer: PairLayout) -> QueryRotation:
 
 
 class PairKind(NamedTuple):
-    """Key of the layers that share a step: the kernel, heads and their channels, and what stands beside a query."""
+    """Key of the layers that share a step: the kernel, heads and their channels, and the biases beside a query."""
 
     by_cuda: bool
     query_heads: int
@@ -62,7 +62,7 @@ class Merge(NamedTuple):
 
 @dataclass(frozen=True)
 class PairStep:
-    """Launches that both kernels have of a step: the rotation, and the merge, if one follows."""
+    """The launches of a step that both kernels share: the rotation, and the merge, if one follows."""
 
     rotate: RotateStep
     merge: Merge | None
@@ -78,8 +78,8 @@ class TritonPairStep(PairStep):
 
 @dataclass(frozen=True)
 class CudaPairStep(PairStep):
-    """Grid and arguments of the CUDA kernel's launch over decodes, None if there are none; and the step of its passes
-    over prefixes, None likewise. `tensors` keeps alive those whose addresses are arguments."""
+    """Grid and arguments of the CUDA kernel's launch over decodes (None: no decodes), and the step of its passes over
+    prefixes (None: no passes). `tensors` keeps tensors alive whose addresses are arguments."""
 
     grid: grids.Grid | None
     max_query_len: int
@@ -90,7 +90,7 @@ class CudaPairStep(PairStep):
 
 
 class PairWorkspace:
-    """A step's rotated queries and partial results, which both kernels read and leave, and the merge of the latter.
+    """A step's rotated queries, which both kernels read, their partial results, and the merge of these.
 
     `longest`: query tokens of a request that the kernel serves.
     """
@@ -145,7 +145,7 @@ class PairWorkspace:
         self.take(most * self.longest, (rows, self.layer.query_heads, 1))
 
     def prepare_rotation(self, rotated: torch.Tensor, batch: DecodeBatch, bias: torch.Tensor | None) -> RotateStep:
-        """Return the launch that only rotates; the store's are made from it.
+        """Return the launch that only rotates; the store's launches are made from it.
 
         rotated: fp16 [tokens, KV heads, group, stored_dim]. bias: see `RotateQueryLaunch`.
         """
@@ -156,7 +156,7 @@ class PairWorkspace:
         self, partial: torch.Tensor, stats: torch.Tensor, lse: torch.Tensor | None, bias: torch.Tensor | None
     ) -> Merge:
         """Return the merge of fp32 [tokens, query heads, splits, head_dim] and [tokens, query heads, splits, 2].
-        `bias`: of `take`."""
+        `bias`: queries' biases that `take` returned."""
         bias = bias if self.shape.bias.keeps_first else None
         return Merge(MergeLaunch.step(partial, stats, self.shape.group, lse, bias), merge_tile(partial.shape[2]))
 
@@ -179,16 +179,16 @@ class PairWorkspace:
         return output.view(len(output), self.layer.kv_heads, self.shape.group, output.shape[2])
 
     def binding_key(self, cache: torch.Tensor, ring: Ring | None, output: torch.Tensor) -> tuple[Any, ...]:
-        """Return what launches are bound to: see `Launches.get`."""
+        """Return the binding key of launches: see `Launches.get`."""
         sinks = self.layer.options.sinks
         of_sinks = None if sinks is None else (sinks.data_ptr(), sinks.dtype)
         of_ring = None if ring is None else (ring.cache.data_ptr(), ring.cache.stride(), ring.window)
         return cache.data_ptr(), cache.stride(), of_ring, of_sinks, output.stride(), output.dtype
 
     def batches_to_compile(self, variant: Callable[[int, int], Hashable]) -> list[tuple[int, int]]:
-        """Return requests and their query tokens, of steps that launch all variants between them.
+        """Return (requests, query tokens of each) of steps that together launch all variants.
 
-        variant: returns that of the kernel and the merge, for requests and their query tokens.
+        variant: returns the variant of the kernel and the merge for a number of requests and query tokens of each.
         """
         steps: dict[Hashable, tuple[int, int]] = {}
         of_tiles = {self.shape.tiles(query_len): query_len for query_len in range(self.longest, 0, -1)}
@@ -290,7 +290,7 @@ class CudaPairs(DecodeKernel[CudaPairStep, None]):
 
     def _prepare(self, batch: DecodeBatch, prefixes: PrefixBatch | None) -> CudaPairStep:
         requests, query_len, schedule = len(batch.seq_lens), batch.max_query_len, None
-        # A merge would fill rows of all tokens, of which only the device knows in a graph which are decodes.
+        # A merge would fill the rows of all tokens; in a graph only the device knows which of them are decodes.
         is_final = prefixes is not None and prefixes.passes.has_prefix is not None
         grid = self.grid(requests, query_len, is_final=is_final) if requests else None
         partial_shape = 0, self.layer.kv_heads, 1
@@ -345,9 +345,9 @@ class CudaPairs(DecodeKernel[CudaPairStep, None]):
     def _bind(self, cache: torch.Tensor, ring: Ring | None, output: torch.Tensor) -> cuda.CudaDecode:
         """Bind the kernel. Its counters become 0.
 
-        No step has to reset these. A launch's last block of a pair does, and no launch ends before: one that CUDA
-        refuses has not begun, one under way when a step raises or is aborted goes on to its end, and a kernel that
-        faults takes the CUDA context along, and this memory with it.
+        No step has to reset them: a launch's last block of a pair does, and every launch reaches its end. A launch that
+        CUDA refuses has not begun, a launch under way when a step raises or is aborted runs to its end, and a kernel
+        that faults destroys the CUDA context, and this memory with it.
         """
         if not (self.counters.is_cuda and torch.cuda.is_current_stream_capturing()):  # a graph would at each replay
             self.counters.zero_()
@@ -360,7 +360,7 @@ class CudaPairs(DecodeKernel[CudaPairStep, None]):
         return decode
 
     def batches_to_compile(self) -> list[tuple[int, int]]:
-        """A bound kernel has all of its variants: one batch of a final grid will do."""
+        """A bound kernel has all of its variants, so one batch with a final grid is enough."""
 
         def variant(requests: int, query_len: int) -> Hashable:
             grid = self.grid(requests, query_len)

@@ -1,6 +1,7 @@
-"""Makes the kernels of a layer, for engines and the self-test: its device's, where they serve it, else PyTorch's.
+"""Makes the kernels of a layer, for engines and the self-test: the device's kernels where they serve the layer, else
+PyTorch's.
 
-Kernels of a GPU import Triton, which the CPU platform may lack, so they are imported where they are made.
+Kernels of a GPU import Triton, which the CPU platform may lack, so each function imports what it makes.
 """
 
 from __future__ import annotations
@@ -26,15 +27,15 @@ if TYPE_CHECKING:
 
 DeviceKernels = tuple[StoreKernel, DecodeKernel[Any, None] | None, PrefillKernel["Batch"] | None]
 LEAST_SLICE = 64
-"""Decodes whose picks the workspace holds together where they are gathered, however short the longest request: 151 MB
-for 2,048 picks each."""
+"""Decodes whose gathered picks the workspace holds at a time, even if the longest request is shorter: 151 MB for 2,048
+picks each."""
 
 
 def pair_kernels(
     fmt: Format, layer: PairLayout, engine: EngineLimits, flash_attention: FlashAttention | None = None
 ) -> PairKernels:
-    """Return the kernels of a layer of pairs of this format. `flash_attention`: what prompts run on, on a GPU; None:
-    PyTorch."""
+    """Return the kernels of a layer of pairs of this format. `flash_attention`: the function that prompts run on, on a
+    GPU; None: PyTorch."""
     if engine.device.type == "cpu":
         from . import cpu
 
@@ -84,8 +85,8 @@ def latents_on_cuda(layer: LatentLayout, engine: EngineLimits) -> LatentKernels:
 
 
 def sparse_kernels(layer: SparseLayout, engine: EngineLimits, rows: int) -> SparseKernels:
-    """Return the kernels of a layer of picked latents. `rows`: of the workspace, at least the tokens of the longest
-    request."""
+    """Return the kernels of a layer of picked latents. `rows`: rows of the workspace, at least the tokens of the
+    longest request."""
     if engine.device.type != "cuda":
         store = LatentStore(reference_latent_store(layer.codec), layer.kind)
         return SparseKernels(layer, store, ReferenceLatentPrefix(layer.codec))
@@ -98,8 +99,8 @@ def sparse_kernels(layer: SparseLayout, engine: EngineLimits, rows: int) -> Spar
 
 
 def sparse_on_cuda(layer: SparseLayout, by_cuda: HopperSparse | None, rows: int, batch_tokens: int) -> SparseKernels:
-    """Return the kernels of a layer of picked latents on a GPU. `by_cuda`: of decodes; None: FlashMLA attends to them.
-    `rows`, `batch_tokens`: the most of `workspace_of`."""
+    """Return the kernels of a layer of picked latents on a GPU. `by_cuda`: the CUDA kernel of decodes; None: FlashMLA
+    attends to them. `rows`, `batch_tokens`: see `workspace_of`."""
     from .sparse.flash import FlashDecodes, FlashPrompts, RowGather, TritonSinks, workspace_of
     from .triton_store import TritonLatentStore
 

@@ -1,4 +1,5 @@
-"""Attention of chunks over their prefixes by the CUDA decode kernel, which reads these where they lie, in passes."""
+"""Attention of chunks over their prefixes by the CUDA decode kernel, which reads the prefixes from the pages, in
+passes."""
 
 from __future__ import annotations
 
@@ -18,15 +19,16 @@ from .passes import OverPrefixes, PassLimits, PrefixPasses
 from .protocols import PrefixBatch
 
 ROW_BYTES = 32 << 20
-"""Bytes of rotated queries of a step's passes, and of what comes back, and of their biases: 4,096 rows of 32 heads of
-128 channels. Chunks behind take the other route: so the workspace is not larger than that route's in most models."""
+"""Limit in bytes of a step's rotated queries for passes, of their results, and of their biases: 4,096 rows of 32 heads
+of 128 channels. Chunks beyond it take the prefill route, so in most models the workspace is no larger than that
+route's."""
 PAIRS = 2048
-"""The most pairs of a pass and a KV head of a step: 80 MB of partial results."""
+"""The most (pass, KV head) pairs of a step: 80 MB of partial results."""
 
 
 @dataclass(frozen=True)
 class PrefixStep:
-    """A step's passes, their results and the arguments of the launch; `tensors` keeps alive those whose addresses are
+    """A step's passes, their results and the arguments of the launch; `tensors` keeps tensors alive whose addresses are
     arguments."""
 
     results: OverPrefixes
@@ -36,12 +38,12 @@ class PrefixStep:
 
 
 class FusedPrefix:
-    """The kernel over prefixes of one layer of pairs, whose tokens are all in this rank's pages.
+    """The kernel over prefixes of one layer of pairs. All tokens of the layer are in this rank's pages.
 
     Args:
         page: layout of the cache.
-        shape, inputs, matrix: of the layer's decode kernel.
-        limits: of steps.
+        shape, inputs, matrix: those of the layer's decode kernel.
+        limits: limits of steps.
     """
 
     def __init__(
@@ -64,7 +66,7 @@ class FusedPrefix:
         ]
 
     def most_memory(self) -> list[tuple[tuple[int, ...], torch.dtype]]:
-        """Return `memory` of any step."""
+        """Return the `memory` that is enough for any step."""
         return self.memory(self.limits.rows, self.schedules.items, torch.bfloat16)  # any of 2 bytes
 
     def items(self, passes: PrefixPasses) -> int:
@@ -79,8 +81,8 @@ class FusedPrefix:
         Args:
             batch: with at least one pass.
             rotated: fp16 [rows or more, KV heads, group, head_dim], queries from the batch's first on.
-            bias: of these, or None; see `RotateQueryLaunch`.
-            memory: of `memory`.
+            bias: biases of these queries, or None; see `RotateQueryLaunch`.
+            memory: what `memory` returned.
         """
         schedule = self.schedules(batch.passes.table, batch.passes.filled)
         partial, stats, output, lse = memory
@@ -100,7 +102,7 @@ class FusedPrefix:
         return step.results
 
     def _bind(self, cache: torch.Tensor, ring: Ring | None, output: torch.Tensor) -> cuda_prefix.CudaPrefix:
-        """Bind the kernel. Its counters become 0; `CudaPairs._bind` says why no step has to see to that."""
+        """Bind the kernel. Its counters become 0; `CudaPairs._bind` says why no step has to reset them."""
         counters, tiles = self.schedules.counters, self.shape.bias.tiles_a_block if self.shape.bias.blocks else None
         if not (counters.is_cuda and torch.cuda.is_current_stream_capturing()):
             counters.zero_()
@@ -110,7 +112,7 @@ class FusedPrefix:
 
 
 def pass_limits(page: PageLayout, shape: DecodeShape, limits: Limits) -> PassLimits:
-    """Return how many passes over prefixes steps of a layer have at most. `page`: layout of the cache."""
+    """Return the most passes over prefixes that a step of a layer may have. `page`: layout of the cache."""
     tokens, bias_bytes = pass_tokens(shape.group), 4 * shape.bias.columns if shape.bias.blocks else 0
     row_bytes = shape.kv_heads * shape.group * max(2 * shape.head_dim, bias_bytes)
     rows = min(limits.max_tokens, ROW_BYTES // row_bytes)

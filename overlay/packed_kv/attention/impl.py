@@ -1,7 +1,8 @@
-"""vLLM's attention implementation of one layer: what it refuses, its codec and kernels, and the call of each step.
+"""vLLM's attention implementation of one layer: refusals, the codec and kernels, and the call of each step.
 
 `layer.py` has the step: a batch's decodes run on a decode kernel (`decode.py`; on a CPU `cpu.py`) and the rest on the
-prefill kernel (`prefill.py`; `cpu_prefill.py`); what these do not serve, in PyTorch (`reference/attention.py`).
+prefill kernel (`prefill.py`; `cpu_prefill.py`); anything that these do not serve runs in PyTorch
+(`reference/attention.py`).
 """
 
 from __future__ import annotations
@@ -82,7 +83,7 @@ class PackedAttentionImpl(AttentionImpl[PackedMetadata]):
                 query_heads=num_heads,
                 options=tuple(name for name, value in unknown.items() if value is not None),
             ),
-            # vLLM gives a skipped layer the backend that it would have unskipped
+            # vLLM gives a skipped layer the same backend as if it were not skipped
             Pages(skipped_dtype=kv_cache_dtype, is_shared=kv_sharing_target_layer_name is not None),
         )
         refuse(facts, kv_cache_dtype if kv_cache_dtype in FORMATS else "")
@@ -125,7 +126,8 @@ class PackedAttentionImpl(AttentionImpl[PackedMetadata]):
             add_window_layer(self, window, self.longest_decode, self.config)
 
     def _find_flash_attention(self) -> FlashAttention | None:
-        """Return what prefill runs on here. vLLM says it only while it builds the model, as its settings count."""
+        """Return the function that prefill runs on here. To be called while vLLM builds the model: only then its
+        settings apply."""
         if self.device.type != "cuda":
             return None
         from .prefill import find_flash_attention
@@ -142,10 +144,10 @@ class PackedAttentionImpl(AttentionImpl[PackedMetadata]):
         return found
 
     def build(self, layer_name: str) -> None:
-        """Make the layer's codec and routes, once; before vLLM profiles its memory, so that they count.
+        """Make the layer's codec and routes, once, before vLLM profiles its memory, so that the profile includes them.
 
-        Not in the constructor, which is not told the layer's name, and not while weights are loaded, when tensors get
-        another default dtype. Raises CalibrationError for a layer that the calibration file does not fit.
+        The constructor is too early: it does not know the layer's name, and while weights are loaded the default dtype
+        is another. Raises CalibrationError for a layer that the calibration file does not fit.
         """
         if self.attention is not None:
             return
@@ -175,10 +177,11 @@ class PackedAttentionImpl(AttentionImpl[PackedMetadata]):
 
         Args:
             layer: may share another layer's cache.
-            query, key, value, kv_cache, attn_metadata, output: see `Batch`. Rows of padding of the output may hold
-                anything afterwards. Key and value are not looked at in a layer that shares another's cache; None: the
-                layer reads what it stored of this batch before, as in a model that runs its layers in loops. The cache
-                is empty in vLLM's profiling run; there are no metadata then, nor in steps without requests.
+            query, key, value, kv_cache, attn_metadata, output: see `Batch`. Afterwards, padding rows of the output may
+                hold anything. Key and value are not read in a layer that shares another's cache. If they are None, the
+                layer reads what it stored of this batch before, as in a model that runs its layers in loops. In vLLM's
+                profiling run the cache is empty and there are no metadata; steps without requests have no metadata
+                either.
             output_scale, output_block_scale: must be None.
         """
         shared = self.kv_sharing_target_layer_name
@@ -196,7 +199,7 @@ class PackedAttentionImpl(AttentionImpl[PackedMetadata]):
         assert attention is not None, f"{layer.layer_name}: vLLM shows each layer to `check_layer` before it runs"
         window_layer = self.layers.get((shared or layer.layer_name) + SUFFIX)
         if attn_metadata is None:
-            if not kv_cache.numel():  # later such steps, of a data-parallel rank without requests, compute nothing
+            if not kv_cache.numel():  # later ones, of a data-parallel rank without requests, do nothing
                 self._profile(attention, query, key, value, None if shared else window_layer)
             return output.zero_()
         own = None if reads_only else key, None if reads_only else value
@@ -208,7 +211,7 @@ class PackedAttentionImpl(AttentionImpl[PackedMetadata]):
         self, attention: PairAttention | ContextParallelAttention, query: torch.Tensor, key: torch.Tensor | None,
         value: torch.Tensor | None, window_layer: WindowLayer | None,
     ) -> None:  # fmt: skip
-        """Take the workspace, and begin to compile the kernels. On a CPU, they did so when they were made."""
+        """Take the workspace, and begin to compile the kernels. A CPU's kernels do both when they are made."""
         if self.device.type == "cuda":
             block_size = block_size_of(self.config)
             PairWarmup(attention, query, key, value, block_size, window_layer).run(

@@ -28,7 +28,7 @@ class PairKernels:
     """Kernels of a layer's attention, and its shape and options.
 
     `codec`, `query_heads`, `kv_heads`, `options`: of the layer, on this rank. `store`: all writes. `decode`: the kernel
-    of decodes; None: they run in PyTorch. `prefill`: that of the other requests, likewise. `shard`: which tokens are in
+    of decodes; None: PyTorch. `prefill`: the kernel of the other requests; None: PyTorch. `shard`: which tokens are in
     this rank's pages.
     """
 
@@ -49,7 +49,7 @@ class PairKernels:
 
     def find_passes(self, batch: Batch, first: int) -> PrefixPasses | None:
         """Return the passes in which the decode kernel reads prefixes of the requests from `first` on; None: it reads
-        none of them."""
+        no prefix."""
         metadata, decode = batch.metadata, self.decode
         limits = None if decode is None else decode.pass_limits
         if limits is None or self.prefill is None or batch.key is None or first == len(metadata.context):
@@ -111,7 +111,8 @@ class PairKernels:
 
 class GraphStep(NamedTuple):
     """A mixed step that a CUDA graph holds: the step of decodes and passes, `MixedTables.chunk_start`, and the steps of
-    the two writes: of pages and the decodes' rings, and behind attention of the chunks' rings, if there are any."""
+    two writes. The first writes pages and the decodes' rings; the second, after attention, writes the chunks' rings, if
+    any."""
 
     decode: Any
     chunk_start: torch.Tensor
@@ -162,7 +163,8 @@ class PairAttention:
             kernels.store.store_rest(batch, decodes)
 
     def _forward_in_graph(self, batch: Batch) -> None:
-        """Launch a step for any batch of up to so many requests and tokens: all that differs is read on the device."""
+        """Launch a step that serves any batch of up to this many requests and tokens: the kernels read the batch on the
+        device."""
         kernels, metadata, window = self.kernels, batch.metadata, batch.window
         decode, prefill, store = kernels.decode, cast("FlashPrefill", kernels.prefill), kernels.store
         assert decode is not None

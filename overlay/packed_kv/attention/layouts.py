@@ -1,5 +1,5 @@
-"""Records of what decides the kernels of a layer beside its engine's limits: its shape, and options of its attention.
-Imports no Triton."""
+"""Records of a layer's shape and attention options, which decide its kernels together with the engine's limits. Imports
+no Triton."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def pairs_of(fmt: Format, head_dim: int, group: int, value_dim: int, options: AttentionOptions) -> Pairs:
-    """Return what a kernel is asked to serve of a layer with these options; see `Pairs`."""
+    """Return the layer that a kernel has to serve, with these options; see `Pairs`."""
     has_sinks = options.sinks is not None
     return Pairs(fmt, head_dim, group, value_dim, options.sliding_window, options.logits_soft_cap, has_sinks)
 
@@ -30,8 +30,8 @@ def pairs_of(fmt: Format, head_dim: int, group: int, value_dim: int, options: At
 class PairLayout:
     """Shape of a layer of pairs, and options of its attention.
 
-    `codec`: on the layer's device. `query_heads`, `kv_heads`: of this rank; of all ranks that split the tokens, where
-    there are several. `shard`: what is in this rank's pages. Where there are several ranks, a step has lse to fill.
+    `codec`: on the layer's device. `query_heads`, `kv_heads`: of this rank; where several ranks split the tokens, of
+    all of them. `shard`: which tokens are in this rank's pages. With several ranks, a step has lse to fill.
     """
 
     codec: PagedCodec
@@ -42,7 +42,7 @@ class PairLayout:
     shard: ContextShard = UNSHARDED
 
     def asked(self) -> Pairs:
-        """Return what a kernel is asked to serve."""
+        """Return the layer that a kernel has to serve."""
         key, value = self.codec.key, self.codec.value
         return pairs_of(key.fmt, key.head_dim, self.query_heads // self.kv_heads, value.head_dim, self.options)
 
@@ -79,9 +79,9 @@ class SparseKind(NamedTuple):
 class SparseLayout:
     """Shape of a layer of latents whose tokens are picked, and options of its attention.
 
-    `codec`: of the layer; on a CUDA device for 512 + 64 channels. `heads`: query heads of this rank. `scale`: of
-    scores. `constant`: fp32 [rank], added to outputs, or None. `picks`: of a query token, `index_topk`. `sinks`: float
-    [heads], contiguous, the score of one more key of each head, which has no value; or None.
+    `codec`: of the layer; a codec on a CUDA device has 512 + 64 channels. `heads`: query heads of this rank. `scale`:
+    of scores. `constant`: fp32 [rank], added to outputs, or None. `picks`: of a query token, `index_topk`. `sinks`:
+    float [heads], contiguous, the score of one more key of each head, which has no value; or None.
     """
 
     codec: LatentRowCodec

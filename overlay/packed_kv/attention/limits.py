@@ -1,4 +1,4 @@
-"""Limits of an engine's steps, and all else of an engine that decides the kernels of its layers. Imports no Triton."""
+"""Limits of an engine's steps, and its other settings that decide the kernels of its layers. Imports no Triton."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
 
 class Limits(NamedTuple):
-    """The most that a step asks of a decode kernel: query tokens of a request, drafts included; requests; and tokens of
-    a batch with prompts, whose prefixes the kernel may read (0: it does not)."""
+    """The largest step that a decode kernel has to serve: query tokens of a request, drafts included; requests; and
+    tokens of a batch with prompts, whose prefixes the kernel may read (0: it reads none)."""
 
     longest_decode: int
     max_requests: int
@@ -43,7 +43,7 @@ def longest_decode(vllm_config: VllmConfig) -> int:
 
 
 def engine_of(vllm_config: VllmConfig) -> Engine:
-    """Return what decides which kernel serves the engine's decodes."""
+    """Return the facts that decide which kernel serves the engine's decodes."""
     limits, found = limits_of(vllm_config), current_platform.get_device_capability()
     return Engine(
         "cuda" if current_platform.is_cuda() else "cpu",
@@ -57,7 +57,7 @@ def engine_of(vllm_config: VllmConfig) -> Engine:
 
 
 def shard_of(config: VllmConfig) -> ContextShard:
-    """Return which of a request's tokens this process keeps."""
+    """Return the shard of a request's tokens that this process keeps."""
     parallel = config.parallel_config
     if parallel.decode_context_parallel_size == 1:
         return UNSHARDED

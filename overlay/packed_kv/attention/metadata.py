@@ -41,14 +41,14 @@ class PackedMetadata(AttentionMetadata):
     positions in the request, `query_start_loc` int32 [requests + 1] and `seq_lens` int32 [requests], tokens in
     the cache with the batch's own.
     On the host, lists with an entry a request: `query_starts[i]` .. `query_starts[i + 1]` are request i's rows of the
-    batch; `context[i]` is `seq_lens[i]` (of requests that the decode kernel serves it may be more).
+    batch; `context[i]` is `seq_lens[i]` (or more, for requests that the decode kernel serves).
     The first `decodes` requests have up to `decode_query_len` query tokens, `decode_tokens` in all.
-    `steps` keeps what the first layer of a kind made for the others.
-    `shard` says which of these tokens are in this rank's pages, and `stored_lens`, int32 [requests] on the device, how
-    many (`seq_lens` where there is one rank); of the others, `slot_mapping` is -1. `lse`, fp32, is memory for a number
-    of each token and query head of all ranks; None where there is one rank.
-    With `is_mixed_graph`, a CUDA graph is captured that any batch of up to so many requests and tokens will replay:
-    then no entry of the host's lists counts, and `decode_query_len` is the most of a decode.
+    `steps` is the step cache of layers of one kind.
+    `shard` says which tokens are in this rank's pages, and `stored_lens`, int32 [requests] on the device, how many
+    (`seq_lens` with one rank); `slot_mapping` of the other tokens is -1. `lse`, fp32, is memory for the lse of each
+    token and query head of all ranks; None with one rank.
+    With `is_mixed_graph`, a CUDA graph is captured that any batch of up to this many requests and tokens will replay:
+    then the host's lists do not count, and `decode_query_len` is the most query tokens of a decode.
     """
 
     num_actual_tokens: int
@@ -78,7 +78,7 @@ class Batch(NamedTuple):
     """Input and output of a layer of pairs in a step.
 
     `query`: [tokens, query heads, head_dim], fp16, bf16 or fp32. `key`, `value`: [tokens, KV heads, head_dim] and
-    [tokens, KV heads, value_dim], of the same dtype; None in a layer that reads what another has stored. `cache`: uint8
+    [tokens, KV heads, value_dim], of the same dtype; None in a layer that reads another layer's cache. `cache`: uint8
     [blocks, KV heads, block_size, slot_bytes]. `metadata`: of the batch, its decodes first. `output`: [tokens, query
     heads, value_dim], filled. `window`: the layer's ring in this step; None: there is none.
     """
@@ -95,8 +95,8 @@ class Batch(NamedTuple):
 class PackedMetadataBuilder(AttentionMetadataBuilder[PackedMetadata]):
     """Builds `PackedMetadata`. On CUDA, batches of decodes alone can be captured into CUDA graphs.
 
-    vLLM makes it after its profiling run and before any step. Its constructor returns once the kernels are compiled
-    that the profiling run has asked for, and raises what their compilation raises.
+    vLLM makes it after its profiling run and before any step. Its constructor waits for the kernels that the profiling
+    run has noted, and raises the error of their compilation.
     """
 
     def __init__(
@@ -125,14 +125,15 @@ class PackedMetadataBuilder(AttentionMetadataBuilder[PackedMetadata]):
         self.positions = torch.zeros(largest, dtype=torch.int64, device=device)
         self.shard = shard_of(vllm_config)
         self.lse: torch.Tensor | None = None
-        if self.shard != UNSHARDED:  # not allocated in a step: a CUDA graph outlives those before its capture
+        if self.shard != UNSHARDED:  # not allocated in a step: a CUDA graph outlives the steps before its capture
             self.stored_lens = torch.zeros(largest, dtype=torch.int32, device=device)
             heads = max(impl.num_heads * self.shard.ranks for impl in packed_layers(vllm_config))
             self.lse = torch.empty(largest * heads, dtype=torch.float32, device=device)
 
     @classmethod
     def get_cudagraph_support(cls, vllm_config: VllmConfig, kv_cache_spec: AttentionSpec) -> AttentionCGSupport:
-        """Return UNIFORM_BATCH where the decode kernel serves decodes with their drafts; others need the host."""
+        """Return UNIFORM_BATCH where the decode kernel serves decodes with their drafts; other batches need the
+        host."""
         if _fused_serves(vllm_config, kv_cache_spec, longest_decode(vllm_config)):
             return AttentionCGSupport.UNIFORM_BATCH
         return AttentionCGSupport.NEVER
@@ -157,8 +158,8 @@ class PackedMetadataBuilder(AttentionMetadataBuilder[PackedMetadata]):
         return shapes or None
 
     def build_for_cudagraph_capture(self, common_attn_metadata: CommonAttentionMetadata) -> PackedMetadata:
-        """Return metadata to capture a graph with: of decodes, or, where one request may have all tokens, of a mixed
-        step."""
+        """Return metadata to capture a graph with: a graph of decodes or, where one request may have all tokens, of a
+        mixed step."""
         metadata, longest = self.build(0, common_attn_metadata), self.reorder_batch_threshold or 1
         if common_attn_metadata.max_query_len <= longest:
             return metadata
@@ -174,7 +175,7 @@ class PackedMetadataBuilder(AttentionMetadataBuilder[PackedMetadata]):
         longest = self.reorder_batch_threshold or 0
         decodes = next((i for i, length in enumerate(lengths) if length > longest), len(lengths)) if longest else 0
         # The host's copy is exact unless drafts are in flight. Then only the device knows; we wait for it unless these
-        # requests' attention runs there alone. A draft model lengthens its queries past what is a decode here.
+        # requests' attention runs only there. A draft model's queries may be longer than a decode's here.
         context = common.seq_lens
         speculative = self.vllm_config.speculative_config
         stays = self.decodes_fused and not (speculative and speculative.uses_draft_model())
@@ -199,7 +200,7 @@ class PackedMetadataBuilder(AttentionMetadataBuilder[PackedMetadata]):
         )
 
     def _stored_lens(self, seq_lens: torch.Tensor) -> torch.Tensor:
-        """Return those of `PackedMetadata`, in memory that outlives the step, for CUDA graphs."""
+        """Return `PackedMetadata.stored_lens`, in memory that outlives the step, for CUDA graphs."""
         if self.shard == UNSHARDED:
             return seq_lens
         return self.stored_lens[: len(seq_lens)].copy_(self.shard.count(seq_lens))
@@ -207,8 +208,8 @@ class PackedMetadataBuilder(AttentionMetadataBuilder[PackedMetadata]):
     def _positions(self, common: CommonAttentionMetadata) -> torch.Tensor:
         """int64 [tokens], in memory that outlives the step, for CUDA graphs.
 
-        vLLM's, where it passes them. Drafts move on without them, so where there may be a draft they are computed on
-        the device: a request's last token is at `seq_lens` - 1.
+        They are vLLM's where it passes them. vLLM does not update them for drafts, so where there may be a draft they
+        are computed on the device: a request's last token is at `seq_lens` - 1.
         """
         tokens = common.num_actual_tokens
         if common.positions is not None and self.vllm_config.speculative_config is None:
@@ -219,14 +220,15 @@ class PackedMetadataBuilder(AttentionMetadataBuilder[PackedMetadata]):
 
 
 def check_batch(vllm_config: VllmConfig, common: CommonAttentionMetadata) -> None:
-    """Raise Refused for a batch in which tokens attend to later ones, whatever let its layers pass until here."""
+    """Raise Refused for a batch in which tokens attend to later ones, in case no earlier check refused its layers."""
     if common.causal is not True or getattr(common, "mm_req_doc_ranges", None):
         dtype = vllm_config.cache_config.cache_dtype
         refuse(Facts(Attention(is_causal=False)), dtype if dtype in FORMATS else "")
 
 
 def _fused_serves(vllm_config: VllmConfig, spec: AttentionSpec, query_len: int) -> bool:
-    """Return whether the decode kernel serves all packed layers, `spec`'s among them, with so many query tokens."""
+    """Return whether the decode kernel serves all packed layers, `spec`'s among them, with this number of query
+    tokens."""
     engine = engine_of(vllm_config)
     if engine.platform != "cuda" or engine.is_fp32 or not isinstance(spec, AttentionSpec):
         return False
@@ -234,8 +236,8 @@ def _fused_serves(vllm_config: VllmConfig, spec: AttentionSpec, query_len: int) 
 
 
 def _longest_fused(vllm_config: VllmConfig) -> tuple[int, int]:
-    """Return the most query tokens of a request that the decode kernel takes of all packed layers, in fp16 and bf16,
-    and the GQA group of the layer that takes no more. Sliding layers may have more heads than the model says
+    """Return the most query tokens of a request that the decode kernel serves in all packed layers, in fp16 and bf16,
+    and the GQA group of the layer that sets this limit. Sliding layers may have more heads than the model says
     (Step-3.5), and the CUDA kernel does not serve them."""
     engine = engine_of(vllm_config)._replace(is_fp32=False)
     limits = []

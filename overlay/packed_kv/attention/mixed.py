@@ -1,4 +1,4 @@
-"""Steps with prompts that run as whole CUDA graphs: of which sizes, and where they do not."""
+"""Steps with prompts that run as whole CUDA graphs: the graphs' sizes, and the reasons for none."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ if TYPE_CHECKING:
 TOKENS = (32, 64, 96, 128, 160, 192, 256, 320, 384, 512, 576, 640, 768, 1024)
 """Tokens of the graphs. Longer steps wait for the GPU, not for the host."""
 REQUESTS = (16, 72, 256)
-"""Requests of the graphs of a number of tokens: grids have a block for each request and KV head, needed or not."""
+"""Requests of a graph, by its number of tokens: grids have a block for each request and KV head, needed or not."""
 DRAFTERS = ("ngram", "ngram_gpu", "suffix")
 """Methods of drafting without layers."""
 
 
 def most_passes(tokens: int, requests: int, longest: int, pass_tokens: int) -> int:
-    """Return the most passes over prefixes of a batch of up to so many tokens and requests, whose decodes have up to
-    `longest` tokens: the last pass of each chunk may have one row alone."""
+    """Return the most passes over prefixes of a batch with up to this many tokens and requests. Decodes have up to
+    `longest` tokens. The last pass of each chunk may have a single row."""
     chunks = min(requests, tokens // (longest + 1))
     return (tokens + chunks * (pass_tokens - 1)) // pass_tokens
 
 
 def mixed_shapes(config: VllmConfig) -> tuple[list[tuple[int, int]], str]:
-    """Return tokens and requests of an engine's graphs of steps with prompts, or none, and the reason in words."""
+    """Return tokens and requests of an engine's graphs for steps with prompts, or no graphs and the reason in words."""
     layers = packed_layers(config)
     if reason := _lacks(config, layers):
         return [], reason
@@ -48,7 +48,7 @@ def mixed_shapes(config: VllmConfig) -> tuple[list[tuple[int, int]], str]:
 
 
 def _most_requests(tokens: int, longest: int, limits: PassLimits) -> int:
-    """Return for how many requests the kernel has passes enough."""
+    """Return the number of requests for which the kernel has enough passes."""
     fitting = (n for n in range(tokens, 1, -1) if most_passes(tokens, n, longest, limits.tokens) <= limits.total)
     return next(fitting, 1)
 

@@ -1,7 +1,7 @@
-"""Prefixes that chunks read in the pages, in passes of 64 columns: of which requests, and the table of their passes.
+"""Prefixes that chunks read in the pages, in passes of 64 columns: which requests do so, and the table of their passes.
 
-The decode kernel unpacks a prefix once for each pass; the prefill route once for all of a chunk's rows, through memory
-(`prefill.py`). So chunks of up to a measured number of passes are read this way.
+The decode kernel unpacks a prefix once for each pass. The prefill route unpacks it once for all of a chunk's rows, but
+through memory (`prefill.py`). So chunks of up to a measured number of passes are read this way.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import torch
 
 
 class PassLimits(NamedTuple):
-    """The most passes of a chunk (`each`) and of a step (`total`), the query tokens of a pass (`tokens`), the rows of a
-    batch, from its first on, that passes may have (`rows`), and the fewest tokens of a step's prefixes (`keys`)."""
+    """The most passes of a chunk (`each`) and of a step (`total`), the query tokens of a pass (`tokens`), the first
+    rows of a batch that passes may cover (`rows`), and the fewest tokens of a step's prefixes (`keys`)."""
 
     each: int
     total: int
@@ -36,11 +36,13 @@ class PrefixPass(NamedTuple):
 
 @dataclass(frozen=True)
 class PrefixPasses:
-    """Passes of a step. `table`: int32 [passes, 4] on the device, a `PrefixPass` each. `requests`: of the batch, whose
-    prefixes they are. `runs`: rows of the batch that neighbours among these have. `rows`: those up to the last.
+    """Passes of a step. `table`: int32 [passes, 4] on the device, a `PrefixPass` each. `requests`: indices in the batch
+    of the requests whose prefixes are read. `runs`: runs of neighbouring rows of these requests. `rows`: number of rows
+    up to the last of them.
 
-    Of a CUDA graph, whose table the device fills anew in each replay, `has_prefix`, int32 [rows], is 1 for rows of
-    passes and -1 for padding, `runs` are all rows, and `filled` is the number of passes of a step of one long chunk."""
+    In a CUDA graph the device refills the table in each replay: then `has_prefix`, int32 [rows], is 1 for rows of
+    passes and -1 for padding, `runs` are all rows, and `filled` is the number of passes of a step with one long
+    chunk."""
 
     table: torch.Tensor
     requests: frozenset[int]
@@ -71,11 +73,11 @@ class OverPrefixes(NamedTuple):
 def plan_passes(
     query_starts: Sequence[int], context: Sequence[int], first: int, limits: PassLimits
 ) -> list[PrefixPass]:
-    """Return the passes of a batch's requests from `first` on, in order. A request has all of its passes, or none:
-    where nothing of it is cached, or a limit is met. None has any if their prefixes are too short in all.
+    """Return the passes of a batch's requests from `first` on, in order. A request gets all of its passes, or none if
+    it has no prefix or a limit would be exceeded. If the prefixes are too short in total, no request gets any.
 
     Args:
-        query_starts: first row of each request, and the end of the last.
+        query_starts: first row of each request, and the end of the last one.
         context: tokens of each request, the batch's included.
         first: index of a request.
         limits: of the kernel.

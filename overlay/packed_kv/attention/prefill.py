@@ -1,9 +1,9 @@
 """Prefill on CUDA: vLLM's FlashAttention over a chunk's raw K and V, and over its prefix, dequantised from the pages
-where the decode kernel has not read it there (`passes.py`).
+unless the decode kernel reads it there (`passes.py`).
 
-The chunk attends over itself as it is, before quantisation: faster, and with less error than what later tokens read.
-The prefix is gathered into a workspace of bounded size, part by part if it is longer, and each part's attention is
-combined with what is there by log-sum-exp.
+The chunk attends to its own K and V before quantisation: that is faster, and has less error than the quantised values
+that later tokens read. The prefix is gathered into a workspace of bounded size, part by part if it is longer, and each
+part's attention is added to the result by log-sum-exp.
 """
 
 from __future__ import annotations
@@ -55,8 +55,9 @@ class FlashAttention:
 
 @dataclass(frozen=True)
 class PartRead:
-    """A part of a step's prefill, and how its keys are read. `key`,
-    `value`: where they are then, in the model's dtype [tokens, KV heads, stored_dim]."""
+    """A part of a step's prefill, and how its keys are read.
+
+    `key`, `value`: memory that K and V are read into, in the model's dtype [tokens, KV heads, stored_dim]."""
 
     part: KeyPart
     key: torch.Tensor
@@ -86,8 +87,8 @@ class PartRead:
 
 @dataclass(frozen=True)
 class PrefillStep:
-    """A step's prefill: the requests' own part, how it is read if it is shared, their prefixes' parts, memory for
-    attention over these and, where V is padded, for the own part's V and output.
+    """A step's prefill: the part of the requests' own tokens, how it is read where the cache is shared, the parts of
+    their prefixes, memory for attention over the prefixes and, where V is padded, for V and output of the own tokens.
     """
 
     own: KeyPart
@@ -106,7 +107,8 @@ class FlashPrefill(PrefillKernel["Batch"]):
         options: see `AttentionOptions`.
         max_tokens, max_requests: of a batch.
         flash_attention: see `find_flash_attention`.
-        shard: what is in this rank's pages of a prefix; then `query_heads` are those of all ranks that split it.
+        shard: which tokens of a prefix are in this rank's pages; if ranks split it, `query_heads` are those of all
+            these ranks.
     """
 
     def __init__(
@@ -134,7 +136,8 @@ class FlashPrefill(PrefillKernel["Batch"]):
     def attend(
         self, batch: Batch, first: int, ring: Ring | None = None, over_prefixes: OverPrefixes | None = None
     ) -> None:
-        """`over_prefixes`: of the requests from `first` on whose prefixes the decode kernel has read; None: of none."""
+        """`over_prefixes`: results for the requests from `first` on whose prefixes the decode kernel has read; None: it
+        has read none."""
         in_passes = frozenset[int]() if over_prefixes is None else over_prefixes.passes.requests
         step, query, output = self._step(batch, first, ring, in_passes), *self._rows(batch, first)
         if batch.key is not None and batch.value is not None:
@@ -145,7 +148,7 @@ class FlashPrefill(PrefillKernel["Batch"]):
             key, value = self._read(batch.cache, step.own_read)
         lse = self._attend_chunks(query, key, value, step, output)
         if over_prefixes is not None:
-            # Its result lies where padded chunks and gathered prefixes will: it is added before these are read.
+            # Its result lies where padded chunks and gathered prefixes will lie, so it is added before these are read.
             assert not self.pads
             self._add(over_prefixes, batch.metadata.query_starts[first], output, lse)
         self._attend_prefixes(query, batch.cache, step, output, lse, ring)
@@ -164,7 +167,7 @@ class FlashPrefill(PrefillKernel["Batch"]):
         Args:
             batch: of a layer with K and V of its own.
             chunk_start: int32 [requests + 1], see `MixedTables`.
-            over_prefixes: of all chunks behind a prefix.
+            over_prefixes: results for all chunks with a prefix.
         """
         assert batch.key is not None and batch.value is not None and not self.pads and self.options.sinks is None
         tokens = batch.metadata.num_actual_tokens
@@ -180,7 +183,7 @@ class FlashPrefill(PrefillKernel["Batch"]):
         self._combine(output, part.shape[2], are_all=False).combine(output, lse, part, over_prefixes.lse.T, has_prefix)
 
     def attend_shard(self, batch: Batch, first: int, lse: torch.Tensor) -> None:
-        """Attention of the requests from `first` on over what this rank has of their prefixes.
+        """Attention of the requests from `first` on over the tokens of their prefixes that this rank has.
 
         Args:
             batch: with the query heads of all ranks, and their output in fp32. The rows of these requests are filled,
@@ -194,7 +197,8 @@ class FlashPrefill(PrefillKernel["Batch"]):
         lse[batch.metadata.query_starts[first] : batch.metadata.num_actual_tokens] = over_prefixes.T
 
     def attend_rest(self, batch: Batch, first: int, over_prefixes: tuple[torch.Tensor, torch.Tensor]) -> None:
-        """Attention of the requests from `first` on over their own chunks, and over their prefixes as it is.
+        """Attention of the requests from `first` on over their own chunks, combined with the given attention over their
+        prefixes.
 
         over_prefixes: fp32 [tokens, query heads, value_dim], contiguous, and [tokens, query heads] of the batch: the
         ranks' results of `attend_shard`, combined.
@@ -216,9 +220,9 @@ class FlashPrefill(PrefillKernel["Batch"]):
             return self._flash(query, key, value, step.own, output, causal=True, window_size=seen)
         value_dim = self.codec.value.head_dim
         padded_value, padded_output = (x[: len(query)] for x in step.padded)
-        padded_output = padded_output[:, : query.shape[1]]  # of a rank's own heads, where all ranks' have memory
+        padded_output = padded_output[:, : query.shape[1]]  # a rank's own heads: the memory is for all ranks'
         if value.shape[2] == value_dim:  # raw; read from pages, they have their padding
-            padded_value[..., :value_dim] = value  # behind these may be anything: a channel of V meets no other
+            padded_value[..., :value_dim] = value  # what lies behind them does not matter: channels of V do not mix
             value = padded_value
         lse = self._flash(query, key, value, step.own, padded_output, causal=True, window_size=seen)
         output.copy_(padded_output[..., :value_dim])
@@ -234,7 +238,7 @@ class FlashPrefill(PrefillKernel["Batch"]):
             seen = part.seen
             key, value = self._read(cache, read, ring)
             over_part = step.over_parts[: seen.stop - seen.start]
-            # Keys follow one another without a mask: to the right of its position a row sees all there are.
+            # There is no causal mask here: to the right of its position a row sees all keys.
             part_lse = self._flash(query[seen], key, value, part, over_part, causal=False, window_size=(part.left, -1))
             self._combine(output, over_part.shape[2]).combine(output[seen], lse[:, seen], over_part, part_lse)
 
@@ -246,7 +250,7 @@ class FlashPrefill(PrefillKernel["Batch"]):
             combine.combine(output[rows], lse[:, rows], over_prefixes.output[run], over_prefixes.lse[run].T)
 
     def _rows(self, batch: Batch, first: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Queries and output of the requests from `first` on."""
+        """Return queries and output of the requests from `first` on."""
         rows = slice(batch.metadata.query_starts[first], batch.metadata.num_actual_tokens)
         return batch.query[rows], batch.output[rows]
 
@@ -277,7 +281,7 @@ class FlashPrefill(PrefillKernel["Batch"]):
     ) -> PrefillStep:
         """Return the step of a batch's prefill, made for the first layer of a kind and kept for the others.
 
-        in_passes: requests whose prefixes are not gathered.
+        in_passes: requests whose prefixes the decode kernel reads, so that they are not gathered.
         """
         metadata, shared, dtype = batch.metadata, batch.key is None, batch.query.dtype
         recent, block_size = ring.window if ring else 1, batch.cache.shape[2]
@@ -343,7 +347,7 @@ class FlashPrefill(PrefillKernel["Batch"]):
 def find_flash_attention(
     head_dim: int, value_dim: int, dtype: torch.dtype, logits_soft_cap: float | None
 ) -> FlashAttention | None:
-    """vLLM's FlashAttention in the version that vLLM would take on this card, or None where none serves."""
+    """Return vLLM's FlashAttention in the version that vLLM would choose on this card, or None if no version serves."""
     if dtype not in (torch.float16, torch.bfloat16):
         return None
     from vllm.v1.attention.backends.fa_utils import flash_attn_varlen_func, get_flash_attn_version
@@ -358,6 +362,6 @@ def find_flash_attention(
 
 def takes_two_sizes(version: int, generation: int, head_dim: int, value_dim: int) -> bool:
     """Return True if a version of FlashAttention has kernels for V of fewer channels than K, on GPUs of a generation
-    (9: Hopper): where vLLM's `mla/prefill/flash_attn.py` gives it such, for its sizes and those rounded up to them.
-    Others get V padded, version 4 too, which vLLM does not choose for keys of 192 channels."""
+    (9: Hopper): where vLLM's `mla/prefill/flash_attn.py` passes such V, for its head sizes and sizes rounded up to
+    these. Other versions get V padded; so does version 4, which vLLM does not choose for keys of 192 channels."""
     return (version, generation) == (3, 9) and 128 < head_dim <= 192 and 96 < value_dim <= 128

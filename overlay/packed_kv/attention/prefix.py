@@ -1,7 +1,7 @@
-"""Cached tokens that a prefill reads, cut into parts that fit the workspace: scheduled on the host, once a step.
+"""The cached tokens that a prefill reads, cut into parts that fit the workspace. The host does this once a step.
 
-A request's new tokens (its chunk) attend over themselves, causally, and over its prefix, which all of them follow: so
-a piece of the prefix needs no causal mask, and pieces combine by their log-sum-exps.
+A request's new tokens (its chunk) attend over themselves, causally, and over its prefix. All new tokens follow the
+prefix, so a piece of it needs no causal mask, and pieces combine by their log-sum-exps.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from ..reference.context_shard import UNSHARDED, ContextShard
 class Span:
     """Tokens `start` (a multiple of 16) .. `end` of a request, for its first `queries` rows; the others see none.
 
-    `left` is the sliding window in FlashAttention's terms: how many keys before its own position a row sees, when the
-    last row's position is the last key's; -1: all.
+    `left` is FlashAttention's left window: how many keys before its own position a row sees, if the last row has the
+    position of the last key; -1: all.
     """
 
     request: int
@@ -44,10 +44,10 @@ def prefix_parts(
         prefixes: tokens of each request before them.
         sliding_window: tokens that a query sees, its own included, or None.
         capacity: tokens that the workspace holds, a positive multiple of 16.
-        whole_blocks: leave out what a prefix has beyond its last whole micro-block (see `own_part`).
+        whole_blocks: leave out the tokens of a prefix behind its last whole micro-block (see `own_part`).
 
     Returns:
-        parts; the spans of one are of different requests, in order, share one `left`, and leave out no request
+        parts; the spans of a part are of different requests, in order, share one `left`, and leave out no request
         between them (those without a prefix have an empty span).
     """
     parts: list[list[Span]] = []
@@ -71,8 +71,9 @@ def prefix_parts(
 
 
 def own_part(query_lens: Sequence[int], prefixes: Sequence[int]) -> list[Span]:
-    """The new tokens, read back from the pages: for layers that have no K and V of their own. A micro-block is read
-    whole, so it begins with what `whole_blocks` left out; the causal mask, aligned to the end, lets every row see it.
+    """The new tokens, read back from the pages: for layers that have no K and V of their own. Micro-blocks are read
+    whole, so the part begins with the tokens that `whole_blocks` left out; the causal mask, aligned to the end, lets
+    every row see them.
     """
     return [
         Span(request, count, prefix // MICRO_BLOCK * MICRO_BLOCK, prefix + count)
@@ -81,7 +82,8 @@ def own_part(query_lens: Sequence[int], prefixes: Sequence[int]) -> list[Span]:
 
 
 def _window_spans(request: int, count: int, prefix: int, last: int, sliding_window: int, capacity: int) -> list[Span]:
-    """Spans of one request with a sliding window, up to token `last`: each is a part, as its `left` is its own."""
+    """Spans of one request with a sliding window, up to token `last`. Each span is a part, because each has another
+    `left`."""
     first = max(0, prefix - sliding_window + 1) // MICRO_BLOCK * MICRO_BLOCK
     spans = []
     for start in range(first, last, capacity):
@@ -101,15 +103,16 @@ def _trim(part: list[Span]) -> list[Span]:
 
 @dataclass(frozen=True)
 class KeyPart:
-    """A part as the kernels and FlashAttention want it.
+    """A part in the form that the kernels and FlashAttention take.
 
     `seen` are its rows of the prefill; `lengths`, FlashAttention's arguments for where each request's rows and keys
-    begin in the part, int32 [requests + 1] on the device, and the most of one; `micro_blocks` and `rows` are those of
-    `gather`; `positions`, int32 [tokens], are the keys' places in their requests; `recent` are the spans of
-    `gather_ring`, or None.
+    begin in the part, int32 [requests + 1] on the device, and the most rows and keys of a request; `micro_blocks` and
+    `rows` are arguments of `gather`; `positions`, int32 [tokens], are the keys' places in their requests; `recent` are
+    the spans of `gather_ring`, or None.
 
-    Where a window has a left end alone, FlashAttention 2 puts its right end `max_seqlen_k` keys on: with more rows than
-    keys too near for the first of them, so it is told the larger number (to others it is only an upper bound).
+    For a window with only a left end, FlashAttention 2 puts the right end `max_seqlen_k` keys on. With more rows than
+    keys, that is too near for the first rows, so it gets the larger of both numbers (for other versions it is only an
+    upper bound).
     """
 
     seen: slice
@@ -137,7 +140,7 @@ def key_part(
         query_starts: first row of each request of the prefill.
         block_table: int32 [requests, blocks], of the same requests.
         block_size: tokens of a block, a multiple of 16.
-        recent_from: of each request, the token from which on its ring is asked first; None: no ring is.
+        recent_from: for each request, the token from which on the ring is read first; None: no ring is read.
         shard: which tokens of the requests the spans count.
     """
     first_row = query_starts[spans[0].request]
@@ -163,7 +166,7 @@ def key_part(
     queries_, keys_, rows_, requests_, numbers_, recent_, starts_ = on_device
     a_block = block_size // MICRO_BLOCK
     micro_blocks = block_table[requests_, numbers_ // a_block] * a_block + numbers_ % a_block
-    # Of each key: what its index in the part is short of its place. A known size saves waiting for the device.
+    # For each key: its position less its index in the part. A known size saves waiting for the device.
     offsets = starts_.repeat_interleave(keys_.diff(), output_size=keys[-1])
     indices = torch.arange(keys[-1], dtype=torch.int32, device=block_table.device) + offsets
     longest = max(span.queries for span in spans)

@@ -1,7 +1,7 @@
 """The kernels of a layer's attention, as a layer calls them: to store tokens, to attend to decodes and to prefills.
 
-What a step decides is worked out once (`prepare`), for the first layer of a kind; the others only launch. No kernel of
-a GPU waits for the device or allocates in a step, once vLLM's profiling run has sized the workspace.
+Whatever depends on the step alone is computed once (`prepare`), for the first layer of a kind; the others only launch.
+No kernel of a GPU waits for the device or allocates in a step, once vLLM's profiling run has sized the workspace.
 """
 
 from __future__ import annotations
@@ -27,9 +27,8 @@ Prefilled = TypeVar("Prefilled", contravariant=True)
 class PrefixBatch:
     """Passes over the prefixes of a step's chunks.
 
-    `passes`: of the batch. `block_table`: int32 [requests, blocks] of all requests. `dtype`: of the result. `ring`: of
-    all requests, of any of the layers that share the step, before the chunks' own tokens are in it; None: there is
-    none.
+    `passes`: of the batch. `block_table`: int32 [requests, blocks] of all requests. `dtype`: of the result. `ring`: the
+    ring of all requests, of any layer that shares the step, before it has the chunks' own tokens; None: there is none.
     """
 
     passes: PrefixPasses
@@ -44,9 +43,9 @@ class DecodeBatch:
 
     `block_table`: int32 [requests, blocks]. `query_start`: int32 [requests + 1], first query token of each request, and
     their number. `seq_lens`: int32 [requests], tokens in this rank's pages. `tokens`: query tokens of all requests.
-    `max_query_len`: the most of one, known on the host. `positions`: int64 [tokens], or None over latents. `ring`: of
-    these requests, of any of the layers that share the step; None: there is none. `lse`: with several ranks, over
-    pages of pairs, and with sinks, over picked latents, fp32 [tokens, query heads], contiguous, filled; else None.
+    `max_query_len`: the most of a request, known on the host. `positions`: int64 [tokens], or None over latents.
+    `ring`: the ring of these requests, of any layer that shares the step; None: there is none. `lse`: fp32 [tokens,
+    query heads], contiguous, filled; for pairs with several ranks, and for picked latents with sinks; else None.
     """
 
     block_table: torch.Tensor
@@ -64,7 +63,8 @@ class RotatingStep(Protocol):
 
     @property
     def rotate(self) -> RotateStep | None:
-        """The launch that rotates them (`PairWorkspace.prepare_rotation`); None: the kernel wants them as they are."""
+        """The launch that rotates the queries (`PairWorkspace.prepare_rotation`); None: the kernel takes them
+        unrotated."""
 
 
 @dataclass(frozen=True)
@@ -72,9 +72,9 @@ class NewTokens:
     """Tokens to be stored.
 
     `slots`: int64 [tokens], block * block_size + offset; negative ones are skipped. `positions`: int64 [tokens], of
-    each in its request; None of latents. `ring_slots`: int32 [up to tokens], of the first of them, likewise; None: none
-    goes into a ring. `decodes`: the step of the decode kernel whose queries are rotated in the same launch, or None.
-    `only_ring`: whether the pages stay as they are.
+    each in its request; None for latents. `ring_slots`: int32 [up to tokens], slots in the ring of the first tokens;
+    None: no token goes into a ring. `decodes`: the step of the decode kernel whose queries are rotated in the same
+    launch, or None. `only_ring`: whether the pages stay as they are.
     """
 
     slots: torch.Tensor
@@ -88,7 +88,7 @@ class LayerKernel(Protocol):
     """Kernel of a layer."""
 
     bound: Launches | None
-    """Launches that are bound to the layer's memory, which a dry run forgets; None on a CPU."""
+    """The launches bound to the layer's memory; a dry run drops them. None on a CPU."""
 
 
 class StoreKernel(LayerKernel, Protocol):
@@ -110,11 +110,11 @@ class StoreKernel(LayerKernel, Protocol):
             key, value: [tokens or more, KV heads, head_dim] and [tokens or more, KV heads, value_dim]; latents and
                 their RoPE channels, [tokens or more, rank] and [tokens or more, rope_dim].
             ring: uint8 [blocks, KV heads, block_size, ring_slot_bytes], where the step has `ring_slots`.
-            query: [tokens or more, query heads, head_dim], looked at where the step has decodes.
+            query: [tokens or more, query heads, head_dim], read where the step has decodes.
         """
 
     def rotate(self, query: torch.Tensor, decodes: RotatingStep) -> None:
-        """Rotate the queries of `decodes`, for a layer that stores no tokens, where attention wants them rotated.
+        """Rotate the queries of `decodes` for a layer that stores no tokens, where attention takes rotated queries.
 
         query: [tokens or more, query heads, head_dim].
         """
@@ -129,11 +129,11 @@ class DecodeKernel(LayerKernel, Protocol[Step, Result]):
     language: str
     """The language of the kernel: "CUDA", "Triton", "C++" or "PyTorch"."""
     kind: Hashable
-    """Kernels of equal kinds can share the step of a batch."""
+    """Kernels of equal `kind` can share the step of a batch."""
     longest: int
-    """Most query tokens of a request that are served; a batch with longer decodes takes the prefill route."""
+    """Most query tokens of a request that the kernel serves; longer requests take the prefill route."""
     pass_limits: PassLimits | None = None
-    """Passes over prefixes that the kernel takes; None: it reads none."""
+    """The passes over prefixes that the kernel serves; None: it serves no passes."""
 
     def reserve(self) -> None:
         """Size the workspace for any batch, where there is one."""
@@ -151,23 +151,24 @@ class DecodeKernel(LayerKernel, Protocol[Step, Result]):
 
         Args:
             cache: see `StoreKernel.write`.
-            queries: of pairs [tokens or more, query heads, head_dim], not looked at where the store has rotated them;
-                of latents [tokens, heads, rank], which meets stored latents, and [tokens, heads, rope_dim]; of picked
-                latents int32 [tokens, picks] besides, positions in requests; negative: none.
+            queries: for pairs [tokens or more, query heads, head_dim], not read where the store has rotated them; for
+                latents [tokens, heads, rank], to be multiplied with stored latents, and [tokens, heads, rope_dim]; for
+                picked latents also int32 [tokens, picks], positions in requests (negative: no pick).
             ring: of the layer, the new tokens included; None: there is none.
-            output: of pairs, [tokens or more, query heads, value_dim]; the rows of these tokens are filled. Of picked
-                latents, [tokens, heads, rank].
+            output: for pairs [tokens or more, query heads, value_dim], whose rows of these tokens are filled; for
+                picked latents [tokens, heads, rank].
 
         Returns:
-            Of pairs and picked latents None. Of latents, in memory that the next layer overwrites: [tokens, heads,
-            rank] of the queries' dtype, and None; of a rank's part in fp32, without the constant, and the natural lse
-            of the scores, fp32 [tokens, heads], -inf where the part has no token.
+            None for pairs and picked latents. For latents, in memory that the next layer overwrites: [tokens, heads,
+            rank] of the queries' dtype, and None. For a rank's shard of the tokens, the output is in fp32 and without
+            the constant, and instead of None comes the natural lse of the scores, fp32 [tokens, heads], -inf where the
+            shard has no token.
         """
         raise NotImplementedError
 
     def prepare_with_prefixes(self, batch: DecodeBatch, prefixes: PrefixBatch) -> Step:
         """Return the step of decodes and of passes over prefixes, of a kernel with `pass_limits`. There may be no
-        decodes; the batch's `positions` have the rows up to the last pass."""
+        decodes; the batch's `positions` reach to the last row of the passes."""
         raise AssertionError("a kernel without `pass_limits` reads no prefixes")
 
     def attend_prefixes(self, step: Step, cache: torch.Tensor, ring: Ring | None = None) -> OverPrefixes:
@@ -178,14 +179,14 @@ class DecodeKernel(LayerKernel, Protocol[Step, Result]):
         raise AssertionError("a kernel without `pass_limits` reads no prefixes")
 
     def batches_to_compile(self) -> list[tuple[int, int]]:
-        """Return requests and their query tokens, of steps that launch all variants of the kernel between them."""
+        """Return (requests, query tokens of each) of steps that together launch all variants of the kernel."""
         return []
 
 
 class PrefillKind(NamedTuple):
-    """Key of the layers that share a prefill's step: `sizes` (query and KV heads, channels, tokens of the
-    workspace), sliding window, whether they read their own keys back from the pages, tokens of the recent window that
-    they read (1: none), queries' dtype, where it matters, and the requests whose prefixes the decode kernel reads."""
+    """Key of the layers that share a prefill's step: `sizes` (query and KV heads, channels, tokens of the workspace),
+    sliding window, whether a layer reads its own keys back from the pages, tokens that it reads in the recent window
+    (1: none), queries' dtype, where it matters, and the requests whose prefixes the decode kernel reads."""
 
     sizes: tuple[int, ...]
     sliding_window: int | None
@@ -196,7 +197,7 @@ class PrefillKind(NamedTuple):
 
 
 class PrefillKernel(LayerKernel, Protocol[Prefilled]):
-    """Attends to the requests of a layer that are no decodes: in a `Batch` of pairs `FlashPrefill`, `CpuPrefill`; in a
+    """Attends to the requests of a layer that are not decodes: in a `Batch` of pairs `FlashPrefill`, `CpuPrefill`; in a
     `SparseBatch` `FlashPrompts`."""
 
     def reserve(self, dtype: torch.dtype) -> None:
@@ -204,5 +205,5 @@ class PrefillKernel(LayerKernel, Protocol[Prefilled]):
         return None
 
     def attend(self, batch: Prefilled, first: int, ring: Ring | None = None) -> None:
-        """Fill `batch.output` for the requests from `first` on. `ring`: of these requests, before the batch's own
-        tokens are in it; None: there is none."""
+        """Fill `batch.output` for the requests from `first` on. `ring`: the ring of these requests, before it has the
+        batch's own tokens; None: there is none."""

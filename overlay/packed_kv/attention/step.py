@@ -1,4 +1,4 @@
-"""Cache of a step: things that its layers share, made for the first of them, kept as long as the step's metadata."""
+"""Cache of a step: values that its layers share, made for the first layer and kept as long as the step's metadata."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ class StepKey(NamedTuple):
 
 
 class StepCache:
-    """The things of one step, by key."""
+    """The values of one step, by key."""
 
     def __init__(self) -> None:
         self.made: dict[StepKey, Any] = {}
 
     def get(self, key: StepKey, make: Callable[[], Made]) -> Made:
-        """Return what `make` returned when this was first asked for under `key`."""
+        """Return the value of `key`, made by `make` on the first call."""
         try:
             return self.made[key]
         except KeyError:

@@ -1,7 +1,7 @@
 """Every write of a layer's tokens: into pages, and into the ring of the recent window.
 
-A token's page is written before attention, always. Its ring, too, but of prompts that continue: these read there what
-it had before, so their tokens follow behind their attention (`store_rest`).
+A token's page is always written before attention. The ring is, too, except for prompts that continue: their attention
+reads the ring's earlier tokens, so their own tokens are written after it (`store_rest`).
 """
 
 from __future__ import annotations
@@ -25,14 +25,15 @@ if TYPE_CHECKING:
 
 
 class PairStore:
-    """The writes of a layer of pairs. Layers of one `kind`, that of their decode kernel, share the steps."""
+    """The writes of a layer of pairs. Layers whose decode kernels have one `kind` share the steps."""
 
     def __init__(self, kernel: StoreKernel, kind: Hashable) -> None:
         self.kernel, self.kind = kernel, kind
 
     def store(self, batch: Batch, decodes: int, decode_step: Any) -> None:
-        """Write the batch's tokens into their pages, and into their rings those of the first `decodes` requests, or all
-        if the other requests are new; rotate the queries of `decode_step`, the decodes', in the same launch."""
+        """Write the batch's tokens into their pages, and the tokens of the first `decodes` requests (of all, if the
+        other requests are new) into their rings. Rotate the queries of `decode_step`, the decodes' step, in the same
+        launch."""
         metadata, window, tokens = batch.metadata, batch.window, batch.metadata.num_actual_tokens
         assert batch.key is not None and batch.value is not None
         in_ring = 0
@@ -50,7 +51,7 @@ class PairStore:
         self.kernel.write(step, batch.cache, batch.key, batch.value, ring, batch.query)
 
     def write_in_graph(self, step: Any, batch: Batch) -> None:
-        """Write what `step`, of `kernel.prepare`, has of the batch, for a step whose batch only the device knows."""
+        """Write the tokens of `step`, made by `kernel.prepare`, where only the device knows the batch."""
         assert batch.key is not None and batch.value is not None
         ring = batch.window.layer.kv_cache if batch.window else None
         self.kernel.write(step, batch.cache, batch.key, batch.value, ring, batch.query)
@@ -72,7 +73,7 @@ class PairStore:
 
 
 class LatentStore:
-    """The writes of a layer of latents. Layers of one `kind`, that of their decode kernel, share the steps."""
+    """The writes of a layer of latents. Layers whose decode kernels have one `kind` share the steps."""
 
     def __init__(self, kernel: StoreKernel, kind: Hashable) -> None:
         self.kernel, self.kind = kernel, kind
@@ -81,10 +82,10 @@ class LatentStore:
         self, cache: torch.Tensor, slots: torch.Tensor, latent: torch.Tensor, rope: torch.Tensor,
         window: WindowStep | None, metadata: LatentMetadata | SparseLatentMetadata | None,
     ) -> None:  # fmt: skip
-        """Write tokens into their pages, and into their rings those of decodes, or all if all prompts are new.
+        """Write tokens into their pages, and decodes' tokens (all tokens, if all prompts are new) into their rings.
 
         `cache`, `latent`, `rope`: see `StoreKernel.write`. `slots`: int64 [tokens]. `window`, `metadata`: of the batch,
-        or None; without metadata there are no other layers to share the step with.
+        or None; without metadata no other layer shares the step.
         """
         ring = ring_slots = None
         if window is not None:
@@ -95,7 +96,8 @@ class LatentStore:
         def make() -> Any:
             return self.kernel.prepare(NewTokens(slots, ring_slots=ring_slots))
 
-        # vLLM gives each layer its slots: of layers with the same metadata the same ones, but it does not say so.
+        # vLLM passes slots to each layer. Layers with the same metadata get the same slots, though vLLM does not
+        # document it.
         kind = self.kind, slots.data_ptr(), len(slots)
         key = StepKey("store", kind, window=window.metadata if window else None)
         step = make() if metadata is None else metadata.steps.get(key, make)
@@ -119,9 +121,10 @@ class LatentStore:
 
 
 class FunctionStore(StoreKernel):
-    """Stores tokens by a function that takes them as they are: the C++ library's `CpuStore`, or one of those below.
+    """Stores tokens by a function that takes them as they are: the C++ library's `CpuStore`, or one of the functions
+    below.
 
-    `function`: of the pages (None: only the ring is written), key, value, slots, positions, ring and ring slots.
+    `function` takes the pages (None: only the ring is written), key, value, slots, positions, ring and ring slots.
     """
 
     bound = None

@@ -1,5 +1,5 @@
-"""Dry runs of a layer: every launch of its steps, for pages, a ring and queries of our own, so that what they need is
-compiled ahead (`kernels/precompile.py`) and the workspace has its size. Threads go on compiling afterwards."""
+"""Dry runs of a layer: every launch of its steps, for pages, a ring and queries of our own, so that their kernels are
+compiled ahead (`kernels/precompile.py`) and the workspace is sized. Threads go on compiling afterwards."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ if TYPE_CHECKING:
 
 
 def block_size_of(config: VllmConfig) -> int:
-    """Return the tokens of a block, or a number that will do where vLLM has not settled it yet."""
+    """Return the tokens of a block, or a valid number if vLLM has not settled it yet."""
     block_size = config.cache_config.block_size
     return block_size if block_size and block_size % MICRO_BLOCK == 0 else MICRO_BLOCK
 
 
 def release(*kernels: LayerKernel | None) -> None:
-    """Forget launches for pages and a ring of our own, which go."""
+    """Forget launches for the dry run's pages and ring, which are freed."""
     for kernel in kernels:
         if kernel is not None and kernel.bound is not None:
             kernel.bound.clear()
@@ -86,7 +86,7 @@ class PairWarmup:
         self.store.rotate(self.query[:1], self.decode.prepare(batch))
 
     def _reserve(self) -> None:
-        """Take all workspace, and what ranks exchange, so that vLLM's memory profile counts it."""
+        """Take all workspace, and the memory that ranks exchange, so that vLLM's memory profile counts it."""
         self.decode.reserve()
         if self.prefill is not None:
             self.prefill.reserve(self.query.dtype)
@@ -110,7 +110,7 @@ class PairWarmup:
         self.attention.forward(batch)
         if self.window_layer is not None and prefill is not None:
             ring = self._ring(tokens, self.window_layer)
-            for start in (0, tokens - new_tokens):  # a new prompt's tokens go there with pages, a chunk's afterwards
+            for start in (0, tokens - new_tokens):  # new prompts' tokens are written with pages, chunks' later
                 rows = positions[start:]
                 step = store.prepare(NewTokens(rows, rows, rows.to(torch.int32), only_ring=start > 0))
                 store.write(step, pages, key[rows], value[rows], ring.cache)
@@ -158,7 +158,7 @@ class PairWarmup:
             self.decode.attend(step, pages, (queries,), ring, output)
 
     def _one_request(self, tokens: int, new_tokens: int) -> PackedMetadata:
-        """A request in the blocks of `_pages`, the last `new_tokens` of its `tokens` in the batch."""
+        """A request in the blocks of `_pages`; the last `new_tokens` of its `tokens` are in the batch."""
         device, shard = self.query.device, self.kernels.shard
         slots = torch.arange(tokens, device=device)
         seq_lens = torch.tensor([tokens], dtype=torch.int32, device=device)
@@ -195,7 +195,7 @@ def warm_up_latents(kernels: LatentKernels, block_size: int, query_dim: int, win
     Args:
         kernels: of the layer.
         block_size: tokens of a block of pages.
-        query_dim: channels from one head of a step's queries to the next, without RoPE and with it.
+        query_dim: stride in channels from one head of a step's queries to the next, without RoPE and with it.
         window_layer: of the layer, or None.
     """
     store = kernels.store.kernel

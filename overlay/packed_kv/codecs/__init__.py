@@ -31,7 +31,7 @@ def get_codec(
     """The codec of a KV-cache dtype.
 
     `outliers`, `channel_order`, `mean`, `scale`, `first_mean` and `rope` are the parts of a `ChannelCalibration`; see
-    `Codec` for the others. Raises ValueError for an unknown name.
+    `Codec` for the other arguments. Raises ValueError for an unknown name.
     """
     channels = ChannelCalibration(outliers, channel_order, mean, first_mean, scale, rope)
     return Codec(format_named(name), head_dim, role, channels, device, layout_dim, positions)

@@ -30,14 +30,14 @@ class Codec:
         fmt: the format.
         head_dim: channels of a head, a multiple of 16.
         role: "key" or "value": the order of codes in a page, and V is decoded times `Code.value_gain`.
-        channels: what is known of the channels, for all heads or for the heads of inputs [..., heads, head_dim].
+        channels: calibration of the channels, for all heads or for the heads of inputs [..., heads, head_dim].
             `outlier_channels` are strictly ascending, n = `fmt.outlier_channels(layout_dim)` of them (None: the first
             n), and None for a format without an outlier group. `channel_order` is for such a format: a permutation
-            (None: as they come). With `group_bits`, of K alone, channels are packed by `ranking`. `encode` stores
-            (x - mean) * scale, `decode` gives x back; see `ChannelTransform`.
+            (None: as they come). With `group_bits`, of K alone, channels are packed by `ranking`. `encode` stores (x -
+            mean) * scale, `decode` gives x back; see `ChannelTransform`.
         device: where the constants live; inputs must be on it.
-        layout_dim: head_dim of the vectors whose size these have when packed, at least `head_dim`: V of fewer channels
-            than K takes K's. None: `head_dim`.
+        layout_dim: head_dim whose packed size these vectors take, at least `head_dim`: V of fewer channels than K takes
+            K's. None: `head_dim`.
         positions: most positions of a sequence; see `ChannelTransform`.
 
     Raises:
@@ -65,8 +65,8 @@ class Codec:
         self.vector_bytes = fmt.vector_bytes(layout_dim)
         self.outlier_count = fmt.outlier_channels(layout_dim)
         vector = VectorLayout(fmt.group_bits(layout_dim))
-        # For kernels: the rotations' constants by packed channel. Those of sections that a file makes of K are today's,
-        # so that K and V have the same.
+        # For kernels: the rotations' constants by packed channel. Sections that a file makes of K keep the format's own
+        # constants, so that K and V have the same.
         self.rotations = self._rotations(vector)
         self.rotation_constants = torch.cat([rotation.constants for rotation in self.rotations])
         if channels.group_bits is not None:
@@ -135,7 +135,7 @@ class Codec:
         return self.rotate(x)
 
     def gain(self, bits: int) -> float:
-        """The factor on decoded values of a width: V's gain, 1 for K."""
+        """The factor on decoded values of a code width: V's gain, 1 for K."""
         return CODES[bits].value_gain if self.role == "value" else 1.0
 
     def restore(self, rotated: torch.Tensor, positions: torch.Tensor | None = None) -> torch.Tensor:
@@ -144,8 +144,8 @@ class Codec:
 
     def prepared_means(self, positions: torch.Tensor) -> torch.Tensor:
         """Means that `prepare` subtracts at `positions`, int [tokens], scaled and rotated like the vectors: fp32
-        [tokens, heads or 1, stored_dim]. Added to stored vectors, they give the scores of whole ones."""
-        block = torch.where(positions == 0, -1, positions // MEAN_BLOCK)  # tokens of a block have one mean
+        [tokens, heads or 1, stored_dim]. Stored vectors plus these means give the scores of the original vectors."""
+        block = torch.where(positions == 0, -1, positions // MEAN_BLOCK)  # the tokens of a block share one mean
         blocks, of_token = torch.unique(block, return_inverse=True)
         some = torch.where(blocks < 0, 0, (blocks * MEAN_BLOCK).clamp(min=1))
         means = self.transform.means(some[:, None])
@@ -212,15 +212,15 @@ class Codec:
         return torch.cat((indices, rest), dim=-1)
 
     def _rotations(self, vector: VectorLayout, constants: torch.Tensor | None = None) -> list[Rotation]:
-        """The rotation of each section of a vector. constants: fp32 [stored_dim], to take the signs of Hadamard
-        rotations from; None: each section begins anew."""
+        """The rotation of each section of a vector. constants: fp32 [stored_dim], the signs of Hadamard rotations;
+        None: each section takes the default signs from the start."""
         sizes = [GROUP_SIZE * groups for _, groups in vector.sections]
         if constants is None:
             return [ROTATIONS[self.fmt.rotation](size, self.device) for size in sizes]
         return [Hadamard(len(signs), self.device, signs) for signs in constants.split(sizes)]
 
     def _permutation(self, channels: Channels, what: str) -> torch.Tensor:
-        """An order of all channels, checked, and the padding behind it: int64 [stored_dim] or [heads, stored_dim]."""
+        """Check an order of all channels and append the padding: int64 [stored_dim] or [heads, stored_dim]."""
         order = self._indices(channels, what, self.head_dim)
         if (order.sort(-1).values != torch.arange(self.head_dim)).any():
             raise ValueError(f"{what} must have each of {self.head_dim} channels once, got {order.tolist()}")
@@ -241,7 +241,7 @@ class Codec:
         return given.to(torch.int64)
 
     def _heads(self) -> int | None:
-        """Heads of what is given per head. Raises ValueError if these are not as many everywhere."""
+        """Number of heads of the parts that are given per head. Raises ValueError if the parts differ in it."""
         part = self.transform
         given = {"channels": self.order, "mean": part.mean, "scale": part.scale, "first_mean": part.first_mean}
         heads = {name: len(rows) for name, rows in given.items() if rows is not None and rows.ndim == 2}
@@ -251,7 +251,7 @@ class Codec:
         return next(iter(heads.values()), None)
 
     def _check_heads(self, x: torch.Tensor) -> None:
-        """Raises ValueError if `x` [..., heads, any] has not the heads of what is given per head."""
+        """Raises ValueError if `x` [..., heads, any] has another number of heads than the parts given per head."""
         if self.heads is not None and x.shape[-2:-1] != (self.heads,):
             raise ValueError(
                 f"{self.fmt.name}: channels were given for {self.heads} heads; expected "

@@ -1,12 +1,12 @@
 """Reference of latent attention (MLA): one latent vector a token, K and V at once, and the key's RoPE channels.
 
-A latent c is stored as y = R diag(scale) (c - mean) in codes of the format, with R its rotation. Both sides of the
-rotation, scale and mean fold into the layer's weights (`fold`), so that attention reads y alone:
+A latent c is stored as y = R diag(scale) (c - mean) in codes of the format, with R its rotation. Rotation, scale and
+mean fold into the layer's weights on both sides (`fold`), so that attention reads only y:
 
     scores    (W_UK q) . c = (R diag(1 / scale) W_UK q) . y + one number a query, which the softmax ignores
     output    sum p c      = diag(1 / scale) R^T (sum p y) + mean, as the weights p sum to 1
 
-V's gain (docs/formats.md, section 8) multiplies W_UV alone. Latents in the ring, at 8 bits, have none, so sums of them
+V's gain (docs/formats.md, section 8) multiplies W_UV alone. Latents in the ring, at 8 bits, have no gain, so their sums
 are divided by it.
 """
 
@@ -33,8 +33,8 @@ class LatentCodec:
         rank: channels of a latent vector, vLLM's `kv_lora_rank`; a multiple of 32.
         rope_dim: channels of RoPE, `qk_rope_head_dim`; a multiple of 32.
         device: where the constants live; inputs must be on it.
-        channels: what is known of the latent's channels, [n] or [rank]; without `first_mean` and `rope`. See `Codec`.
-        rope_bits: of RoPE channels: 16, or 8 as in the ring (`ring.py`).
+        channels: calibration of the latent's channels, [n] or [rank]; without `first_mean` and `rope`. See `Codec`.
+        rope_bits: bits of RoPE channels: 16, or 8 as in the ring (`ring.py`).
 
     Raises:
         ValueError: an unsupported size, or channels, means or scales that do not fit.
@@ -116,8 +116,8 @@ class LatentCodec:
         ring.write(cache, slots, whole.unsqueeze(1))
 
     def read_ring(self, cache: torch.Tensor, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Read the ring's slots int [tokens]: latents as `read` returns them, except that V's gain is not for them,
-        fp32 [tokens, rank], and RoPE channels, fp32 [tokens, rope_dim]."""
+        """Read the ring's slots int [tokens]: latents as `read` returns them, but without V's gain, fp32 [tokens,
+        rank], and RoPE channels, fp32 [tokens, rope_dim]."""
         (whole,) = ring.read(cache, slots, vectors=1)
         latent, rope = whole.squeeze(1).split([self.rank, self.rope_dim], dim=-1)
         return latent, rope
@@ -127,10 +127,11 @@ class LatentCodec:
         return self.latent.restore(stored)
 
     def fold(self, key_up: torch.Tensor, value_up: torch.Tensor) -> torch.Tensor:
-        """The weights that take latents as stored, in new memory and in the order of the model's `kv_b_proj`.
+        """Fold the weights so that they apply to latents as stored. They are in new memory, in the order of the model's
+        `kv_b_proj`.
 
         Args:
-            key_up: vLLM's `W_UK_T` [heads, nope_dim, rank]: queries times this meet latents.
+            key_up: vLLM's `W_UK_T` [heads, nope_dim, rank]: scores are queries times this, times latents.
             value_up: vLLM's `W_UV` [heads, rank, value_dim]: sums of latents times this are V. It gets V's gain.
 
         Returns:
@@ -142,8 +143,8 @@ class LatentCodec:
         return folded.to(key_up.dtype)
 
     def lacking(self, folded: torch.Tensor, nope_dim: int) -> torch.Tensor | None:
-        """The constant that `folded` times a stored latent lacks of K and V, fp32 [heads, nope_dim + value_dim]; None:
-        nothing."""
+        """The constant to add to `folded` times a stored latent to get K and V, fp32 [heads, nope_dim + value_dim];
+        None: nothing."""
         mean, constant = self.stored_mean(), self.output_constant()
         if mean is None or constant is None:
             return None
@@ -163,8 +164,8 @@ class LatentCodec:
         return self.latent.rotate(transform.mean if transform.scale is None else transform.mean * transform.scale)
 
     def output_constant(self) -> torch.Tensor | None:
-        """The constant that sums of stored latents, with weights of sum 1, lack before the folded `W_UV`, fp32 [rank];
-        None: there is none. V's gain, which is for the codes, is taken off it."""
+        """The constant to add to weighted means of stored latents before the folded `W_UV`, fp32 [rank];
+        None: nothing. It is divided by V's gain, which is meant for the codes alone."""
         mean = self.stored_mean()
         return None if mean is None else mean / self.value_gain()
 

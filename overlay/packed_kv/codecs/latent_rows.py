@@ -12,10 +12,10 @@ from .pages import pack_codes, unpack_codes
 
 
 class LatentRowCodec(LatentCodec):
-    """Writes and reads one layer's pages of latent rows: values are those of `LatentCodec`, bytes lie otherwise.
+    """Writes and reads one layer's pages of latent rows: the values of `LatentCodec` in another layout of bytes.
 
     A cache is vLLM's view of the pages: uint8 [blocks, block_size, slot_bytes], its last two dimensions contiguous.
-    Arguments and errors are those of `LatentCodec`; ValueError, too, where groups do not fill words (`row_layout`).
+    Arguments and errors as of `LatentCodec`; also ValueError where groups do not fill words (`row_layout`).
     """
 
     def __init__(

@@ -31,8 +31,8 @@ class PagedCodec:
     Args:
         fmt, device, positions: as for `Codec`.
         head_dim: channels of a head of K.
-        key_channels: what is known of K's channels, `head_dim` a head.
-        value_channels: what is known of V's channels, `value_dim` a head; with a mean only where K has one.
+        key_channels: calibration of K's channels, `head_dim` a head.
+        value_channels: calibration of V's channels, `value_dim` a head; with a mean only where K has one.
         value_dim: channels of a head of V, at most K's; in a page vectors of V have the size of K's. None: `head_dim`.
 
     Attributes:
@@ -119,8 +119,7 @@ class PagedCodec:
         Args:
             cache: see the class.
             micro_blocks: int [n], each (block * block_size + offset) / 16.
-            positions: int [n * 16], of their tokens in their sequences: K and V get their means back. None: they do
-                not.
+            positions: int [n * 16], positions of the tokens: the means are added to K and V. None: they are not added.
 
         Returns:
             K and V, scaled and rotated, float32 [KV heads, n * 16, stored_dim].
@@ -136,8 +135,8 @@ class PagedCodec:
     def whole(
         self, key: torch.Tensor, value: torch.Tensor, positions: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """K and V as `prepare` gives them, fp32 [KV heads, tokens, stored_dim], with their means, scaled and rotated
-        like them. positions: int [tokens]."""
+        """Add the means, scaled and rotated, to K and V as `prepare` returns them, fp32 [KV heads, tokens, stored_dim].
+        positions: int [tokens]."""
         key, value = (
             x + codec.prepared_means(positions).transpose(0, 1) if codec.transform.centres else x
             for codec, x in zip(self.codecs, (key, value), strict=True)
@@ -151,8 +150,8 @@ class PagedCodec:
         return self.key.rotate(self.key.transform.unscale(query)).transpose(1, 2)
 
     def unrotate_output(self, output: torch.Tensor) -> torch.Tensor:
-        """float32 [tokens, KV heads, queries a KV head, stored_dim], sums of rotated V -> of V, [..., value_dim]. Means
-        that stored V lacks, they lack."""
+        """float32 [tokens, KV heads, queries a KV head, stored_dim], sums of rotated V -> sums of V, [..., value_dim].
+        The means that stored V lacks are not added."""
         sums = self.value.transform.unscale(self.value.unrotate(output.transpose(1, 2))).transpose(1, 2)
         return sums[..., : self.value.head_dim]
 
@@ -223,7 +222,7 @@ def unpack_codes(packed: torch.Tensor, vector: VectorLayout, role: str) -> torch
     half = packed[:, word_bytes:].contiguous().view(torch.int16).to(torch.int32).unflatten(-1, (-1, LANES))
     paired = sign_words.transpose(1, 2)[:, :, None, :, None] >> _sign_shifts(packed.device) & 1
     single = half.unsqueeze(-1) >> _shifts(SIGN_HALF_SHIFT, packed.device) & 1
-    signs = torch.cat((paired.flatten(1, 2), single), dim=1)  # of the groups that have sign words
+    signs = torch.cat((paired.flatten(1, 2), single), dim=1)  # number among groups with sign words
     codes, at = [], 0
     for bits, count in runs(vector.group_bits):
         width = code_of(bits)

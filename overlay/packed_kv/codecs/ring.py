@@ -21,7 +21,7 @@ from .scalar import decode_scale
 
 LARGEST_CODE = 127
 OVER_LARGEST = 128 / LARGEST_CODE
-"""absmax times this is the scale for which absmax has the largest code."""
+"""absmax times this number is the scale that gives absmax the largest code."""
 UNIT = 2.0**-7
 """A code of 1, in scales."""
 
@@ -32,8 +32,8 @@ class Ring:
 
     `cache`: uint8 [blocks, KV heads, block_size, ring_slot_bytes], the last two dimensions contiguous. `block_table`:
     int32 [requests, blocks of the longest request], entry i for tokens i * block_size and on. `first`: int32
-    [requests], the first token that is in the ring; from there on all are, up to the newest. `window`: tokens that a
-    query reads there, its own included; those before are read from the packed pages.
+    [requests], the first token in the ring; all tokens from there to the newest are in it. `window`: tokens that a
+    query reads in the ring, its own included; it reads earlier tokens from the packed pages.
     """
 
     cache: torch.Tensor
@@ -60,7 +60,7 @@ def dequantize(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
 
 
 def round_trip(x: torch.Tensor) -> torch.Tensor:
-    """The rotated vectors `x` as a ring gives them back, fp32 [..., head_dim]."""
+    """The rotated vectors `x` as read back from a ring, fp32 [..., head_dim]."""
     return dequantize(*quantize(x))
 
 
@@ -70,7 +70,7 @@ def write(cache: torch.Tensor, slots: torch.Tensor, *vectors: torch.Tensor) -> N
     Args:
         cache: see `Ring`.
         slots: int [tokens], block * block_size + offset; negative ones are skipped, the others are distinct.
-        vectors: K and V, fp32 [tokens, KV heads, head_dim], rotated; or one, of latents and RoPE channels.
+        vectors: K and V, fp32 [tokens, KV heads, head_dim], rotated; or one vector, of latents and RoPE channels.
     """
     stored = slots >= 0
     slots = slots[stored].long()

@@ -6,7 +6,8 @@ block b, p = b B .. (b + 1) B - 1, the turn is the complex number
     g = exp(i w (b B + (B - 1) / 2)) * sin(B w / 2) / (B sin(w / 2)),        1 for w = 0
 
 and the pair's mean is k g, with k the pair's mean before RoPE as a complex number. In channels: mean[c] = k[c] Re g +
-partner[c] Im g, where partner is -k of the other channel for the first of a pair, +k of it for the second.
+partner[c] Im g, where partner is -k of the other channel for a pair's first channel, and +k of the other channel for
+its second.
 """
 
 from __future__ import annotations

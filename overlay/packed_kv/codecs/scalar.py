@@ -45,7 +45,7 @@ def group_error(x: torch.Tensor, scale: torch.Tensor, bits: int) -> torch.Tensor
 
 
 def search_scale(x: torch.Tensor, bits: int) -> torch.Tensor:
-    """The scale byte of least error among the candidates. `x` fp32 [..., 32] -> uint8 [...]."""
+    """The candidate scale byte with the least error. `x` fp32 [..., 32] -> uint8 [...]."""
     start = absmax_scale(x, bits).to(torch.int16)
     above, below = CODES[bits].search
     best = (start + above).clamp(max=MAX_SCALE_BYTE).to(torch.uint8)

@@ -1,8 +1,8 @@
 """Centring and scaling of channels, before a vector is rotated (docs/formats.md, section 5).
 
-A key is stored less a mean, and its score gets the query's product with that mean back; a value likewise, and the
-output gets the mean of the values back. A channel times s, in K, leaves scores as they are where the query is divided
-by s.
+A mean is subtracted from a key before it is stored, and the query's product with that mean is added to its score. A
+mean is also subtracted from a value, and the mean of the values is added to the output. A channel of K may be
+multiplied by s without changing scores if the query's is divided by s.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class ChannelTransform:
 
     Args:
         head_dim: channels of a head.
-        stored_dim: channels that are stored of it.
+        stored_dim: stored channels of a head.
         channels: `mean`, `scale` and `first_mean` are finite numbers [head_dim] for all heads or [heads, head_dim] for
             inputs [..., heads, head_dim], in the model's order of channels; None: 0, 1, and the mean of its block.
             Rounded to fp32. With `rope`, `mean` is the mean of the keys before RoPE.
@@ -41,8 +41,8 @@ class ChannelTransform:
         spectrum: fp32 [blocks, 2, stored_dim], contiguous, in the model's order; one tensor for all layers of a RoPE.
 
     Raises:
-        ValueError: another shape, a mean beyond +-32768, a scale outside 1/1024 .. 1024, a `rope` without a mean or
-            that heads of head_dim channels cannot have.
+        ValueError: another shape, a mean beyond +-32768, a scale outside 1/1024 .. 1024, a `rope` without a mean, or
+            one that does not fit heads of head_dim channels.
     """
 
     def __init__(
@@ -82,12 +82,12 @@ class ChannelTransform:
 
     @property
     def mean_blocks(self) -> int:
-        """Blocks of positions that have a mean each."""
+        """Number of blocks of positions; each block has a mean."""
         return len(self.spectrum)
 
     @property
     def block_tokens(self) -> int:
-        """Positions of a block; 0 without RoPE: one block has all."""
+        """Positions of a block; 0 without RoPE: one block has all positions."""
         return 0 if self.rope is None else MEAN_BLOCK
 
     def forward(self, x: torch.Tensor, positions: torch.Tensor | None = None) -> torch.Tensor:
@@ -119,14 +119,14 @@ class ChannelTransform:
 
     def mean_rows(self) -> torch.Tensor | None:
         """Return, for kernels, the mean, its partner and the mean of position 0, fp32 [1 or heads, 3, stored_dim],
-        contiguous, in the model's order. None if `forward` takes off nothing."""
+        contiguous, in the model's order. None if `forward` subtracts nothing."""
         if not self.centres:
             return None
         return self._stacked(self._rows())
 
     def table(self, order: torch.Tensor) -> torch.Tensor:
-        """Return, for kernels, those rows and the scale of the channels in packing order, fp32 [1 or heads, 4,
-        stored_dim], contiguous. order: int64 [stored_dim] or [heads, stored_dim]."""
+        """Return, for kernels, the rows of `mean_rows` and the scale of the channels in packing order, fp32 [1 or
+        heads, 4, stored_dim], contiguous. order: int64 [stored_dim] or [heads, stored_dim]."""
         scale = torch.ones(self.stored_dim, device=self.device) if self.scale is None else self.scale
         *rows, order = torch.broadcast_tensors(*self._rows(), scale, order)
         return self._stacked([row.gather(-1, order) for row in rows])

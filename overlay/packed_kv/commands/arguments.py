@@ -23,7 +23,7 @@ SIZES |= {f"{unit}IB": SIZES[unit] for unit in "KMGT"} | {"KB": 10**3, "MB": 10*
 
 
 class Parser(argparse.ArgumentParser):
-    """Says what is wrong in one line, without the usage before it."""
+    """Parser whose errors are one line, without the usage."""
 
     def error(self, message: str) -> NoReturn:
         line = printable(f"{self.prog}: {message}", LONGEST_LINE)
@@ -78,7 +78,7 @@ def count(text: str) -> int:
 
 
 def given_of(options: argparse.Namespace, defaults: Mapping[str, Any]) -> list[str]:
-    """Names of those options that were given, as people write them. The others, which are None, get their defaults."""
+    """Names, as people write them, of the options that were given. Options that are None get their defaults."""
     given = [name for name in defaults if getattr(options, name, None) is not None]
     vars(options).update({name: copy(default) for name, default in defaults.items() if name not in given})
     return [f"--{name.replace('_', '-')}" for name in given]

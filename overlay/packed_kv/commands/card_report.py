@@ -27,12 +27,12 @@ TIMED = ("requests", "context", "block_size", "query_heads", "kv_heads", "head_d
 """Numbers that name the layer and the batch that are timed."""
 VERSIONS = ("vllm", "pytorch", "triton", "packed_kv", "cuda")
 MS = {"ms": "microseconds", "bf16_ms": "bf16_microseconds", "fp8_ms": "fp8_microseconds"}
-"""Time of a row in a report -> its name in the row."""
+"""Name of a time in a report's row -> its name in the self-test's row."""
 UNKNOWN = "unknown"
 
 
 def check_file(text: str) -> Path:
-    """Return the path of a report that can be written, for argparse."""
+    """Check that a report can be written at a path, for argparse, and return the path."""
     path = Path(text)
     if not os.path.isdir(path.parent):
         raise argparse.ArgumentTypeError(f"{text} cannot be written: {path.parent} is not a folder; make it first")
@@ -44,7 +44,7 @@ def check_file(text: str) -> Path:
 def content(
     machine: Mapping[str, str], timed: Mapping[str, float], rows: Iterable[Mapping[str, Any]]
 ) -> dict[str, Any]:
-    """Return a report of what the self-test's process said: the card, the versions, and each kernel.
+    """Return a report made from the self-test's output: the card, the versions, and each kernel.
 
     machine, timed, rows: as `selftest/__main__.py` has them; `copy_GB_s` counts bytes read and written.
     """
@@ -62,7 +62,7 @@ def content(
 
 
 def write(path: Path, report: Mapping[str, Any]) -> None:
-    """Write a report in place of what has the name. Raises OSError."""
+    """Write a report, replacing a file of this name. Raises OSError."""
     kernels = ",\n".join(f"  {json.dumps(kernel)}" for kernel in report["kernels"])
     lines = [f" {json.dumps(key)}: {json.dumps(value)}" for key, value in report.items() if key != "kernels"]
     replace_file(path, ("{\n" + ",\n".join([*lines, f' "kernels": [\n{kernels}\n ]']) + "\n}\n").encode())
@@ -73,7 +73,7 @@ def _version(text: str) -> str:
 
 
 def kernel_of(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a report has of a row: the kernel, whether and where it is wrong, and its times."""
+    """Return a row's fields for a report: the kernel, whether and where it is wrong, and its times."""
     parts = row.get("parts", {})
     wrong = [name for name, part in parts.items() if part["error"] is None or part["error"] > part["bound"]]
     wrong += ["repeated launches"] if row.get("differ") else []

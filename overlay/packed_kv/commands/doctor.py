@@ -44,14 +44,14 @@ HEAD_DIM, GROUP = 128, 4
 PROBE_SECONDS = 300
 SELFTEST = "whether these kernels are right here: packed-kv selftest"
 OWN_SOURCES = b"packed_kv/kernels/"
-"""Part of the path of each of our kernels' sources, which Triton keeps with what it compiled."""
+"""Part of the source path of each of our kernels; Triton keeps the path with the compiled kernel."""
 BEGINNING = 4096
 """Bytes read of each file of Triton's cache, which may be shared and hold thousands."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """A line. If not `ok`, it says what to do. `is_bad_input`: of an argument that cannot be used."""
+    """A line of the answer. If not `ok`, it says what to do. `is_bad_input`: an argument cannot be used."""
 
     ok: bool
     text: str
@@ -135,7 +135,7 @@ def _version(distribution: str) -> str:
 
 
 def _vllm() -> Finding:
-    """Find vLLM's version, and say if it is patched, in packed-kv-patch's words. Reads files, imports no vLLM."""
+    """Find vLLM's version, and say as packed-kv-patch does whether it is patched. Reads files, imports no vLLM."""
     pins, tree = (import_module(f"packed_kv_patches.{name}") for name in ("pins", "tree"))
     if importlib.util.find_spec("vllm") is None:
         versions = [f"{wheel.distribution}=={pin.version}" for pin in pins.load().values() for wheel in pin.wheels]
@@ -170,7 +170,8 @@ def _is_excluded() -> bool:
 
 
 def _probe(model: Model | None, folder: Path | None) -> dict[str, Any]:
-    """Findings of a process that loads vLLM, or "failed": why there are none. `folder`: of the model's config.json."""
+    """Findings of a process that loads vLLM, or "failed" with the reason. `folder`: the folder of the model's
+    config.json."""
     command = [sys.executable, "-P", "-m", f"{__package__}.probe", str(_heads(model)[0])]
     if model and folder:
         command.append(str(folder))
@@ -239,7 +240,7 @@ def _device(found: dict[str, Any], head_dim: int, group: int, has_latents: bool 
 
 
 def _cpu_kernels() -> Finding:
-    """Check that kernels can be compiled for this processor, and count those that are."""
+    """Check that kernels can be compiled for this processor, and count the compiled ones."""
     try:
         compiler, target = find_compiler(), best_target()
     except BuildError as error:
@@ -249,7 +250,7 @@ def _cpu_kernels() -> Finding:
 
 
 def _compiled(pattern: str, kind: str) -> str:
-    """Say how many kernels are in the cache, and where that is."""
+    """Say how many kernels are in the cache, and where the cache is."""
     try:
         folder = cache_folder()
     except NoHome:
@@ -282,7 +283,7 @@ def _decode_kernel(capability: tuple[int, int], head_dim: int, group: int) -> st
 
 
 def _triton_kernels() -> str:
-    """Count the variants of our kernels in Triton's cache. With torch.compile, vLLM keeps another one for each of its
+    """Count the variants of our kernels in Triton's cache. With torch.compile, vLLM keeps another cache for each of its
     compilations."""
     home = Path(os.path.expanduser(os.environ.get("TRITON_HOME") or "~"))
     folder = Path(os.environ.get("TRITON_CACHE_DIR") or home / ".triton" / "cache")
@@ -292,8 +293,8 @@ def _triton_kernels() -> str:
 
 
 def _beginning(file: Path) -> bytes:
-    """The first bytes of a file in a cache, where Triton names the kernel's source; none of a file that cannot be
-    read, which may have gone or be another user's."""
+    """The first bytes of a file in a cache, where Triton names the kernel's source. Empty for a file that cannot be
+    read: it may have been deleted, or be another user's."""
     try:
         with open(file, "rb", opener=open_regular) as opened:
             return opened.read(BEGINNING)
@@ -302,7 +303,7 @@ def _beginning(file: Path) -> bytes:
 
 
 def _heads(model: Model | None) -> tuple[int, int]:
-    """Channels of a head of the model's first attention layer, in its prefill, and its query heads a KV head."""
+    """Channels of a head in the prefill of the model's first attention layer, and its query heads per KV head."""
     if model is None:
         return HEAD_DIM, GROUP
     layer = model.attention[0]

@@ -60,7 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if sys.stdout is not None:
             sys.stdout.flush()
         return code
-    except BrokenPipeError:  # the reader of the output has seen enough, as `head`
+    except BrokenPipeError:  # the reader of the output has closed it, as `head` does
         _discard_output()
         return 0
     except KeyboardInterrupt:
@@ -75,12 +75,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _discard_output() -> None:
-    """Let what is still buffered go nowhere when Python ends."""
+    """Discard buffered output when Python ends."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def parser() -> Parser:
-    """A parser of the first word alone."""
+    """A parser of the command's first word only."""
     made = Parser("packed-kv", description="KV-cache dtypes for vLLM that store keys and values in 2.5 to 4.25 bits.")
     commands = made.add_subparsers(required=True, metavar="COMMAND", title="commands")
     for command in COMMANDS.values():

@@ -24,7 +24,7 @@ from ..refusals.table import Refusal, refusals_of_model, untried
 from .arguments import EXIT_BAD_INPUT, GIB, LONGEST_LINE, Parser, count, installed_vllm, number, size, tokens, whole
 
 UTILIZATION, BATCHED_TOKENS, RESERVE = 0.92, 8192, 3 * GIB
-"""vLLM's defaults for a server on a large card; and what is left for activations, workspace and CUDA graphs."""
+"""vLLM's defaults for a server on a large card; and the memory left for activations, workspace and CUDA graphs."""
 DEFAULT_CONTEXT = 32768
 WIDTH = 110
 
@@ -85,7 +85,7 @@ def parser(prog: str = "packed-kv plan") -> argparse.ArgumentParser:
 
 
 def demand_of(options: argparse.Namespace) -> tuple[Demand, list[str]]:
-    """The demand of the plan, and its parts that the command line does not state literally. Raises BadInput."""
+    """The demand of the plan, including the parts that the command line does not state literally. Raises BadInput."""
     share = options.gpu_memory_utilization
     if not 0 < share <= 1:
         raise BadInput(f"--gpu-memory-utilization {share:g} must be between 0 and 1, such as 0.9")
@@ -119,7 +119,7 @@ def demand_of(options: argparse.Namespace) -> tuple[Demand, list[str]]:
 
 
 def _servable(config: Config, name: str, options: argparse.Namespace) -> tuple[Model, list[str]]:
-    """The model, if packed pages serve it, and with which options of vLLM. Raises BadInput."""
+    """The model, if packed pages serve it, and the options of vLLM with which they do. Raises BadInput."""
     _check_served(name, refusals_of_model(config, vllm=installed_vllm()))
     model = parse(config, name, options.tensor_parallel, options.mamba_ssm_cache_dtype)
     found = refusals_of_model(config, model)

@@ -1,4 +1,5 @@
-"""Facts that only vLLM knows, as one line of JSON: in a process of its own, as vLLM may fail to load or crash it."""
+"""Facts that only vLLM knows, as one line of JSON. It runs in its own process, because vLLM may fail to load or
+crash."""
 
 from __future__ import annotations
 
@@ -8,8 +9,8 @@ from typing import Any
 
 
 def probe(head_dim: int, folder: str = "") -> dict[str, Any]:
-    """Platform, device and what is registered; FlashAttention's version for heads of `head_dim` channels; and what vLLM
-    reads from the config.json of a folder."""
+    """Platform, device and registered backends; FlashAttention's version for heads of `head_dim` channels; and the
+    facts that vLLM reads from a folder's config.json."""
     import torch
     import vllm.config.cache as cache_config
     from vllm.platforms import current_platform
@@ -39,8 +40,9 @@ def probe(head_dim: int, folder: str = "") -> dict[str, Any]:
 
 
 def _model(folder: str) -> dict[str, Any]:
-    """`unknown`: that vLLM does not know the architecture, or "". `ropes`: the model's, which an engine compares
-    with a calibration file's; or `unreadable`: why vLLM cannot read the config. `has_code`: the model brings code."""
+    """`unknown`: a line saying that vLLM does not know the architecture, or "". `ropes`: the model's RoPEs, which an
+    engine compares with a calibration file's; or `unreadable`: why vLLM cannot read the config. `has_code`: the model
+    brings code."""
     from vllm.transformers_utils.config import get_config, get_hf_text_config
 
     from ..model.rope import rope_parameters
@@ -52,7 +54,7 @@ def _model(folder: str) -> dict[str, Any]:
     try:
         config = get_config(folder, trust_remote_code=False)
         names, found = config.architectures, {"ropes": rope_parameters(get_hf_text_config(config))}
-    except Exception as error:  # transformers raises what a config leads it to
+    except Exception as error:  # transformers may raise any error for a bad config
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         names, found = written.get("architectures"), {"unreadable": reason}
     has_code = "auto_map" in written

@@ -25,7 +25,7 @@ from . import card_report
 from .arguments import EXIT_BAD_INPUT, LONGEST_LINE, Parser
 
 SILENT_SECONDS = 600
-"""Seconds without a word after which the process is ended, as its kernels hang."""
+"""Seconds without output after which the process is ended, because its kernels hang."""
 COLUMNS = "{:13} {:8} {:>8}  {:32} {:>12} {:>9} {:>7}"
 
 
@@ -65,8 +65,8 @@ def _device(text: str) -> str:
 
 
 def events(dtypes: list[str], device: str) -> Iterator[dict[str, Any]]:
-    """Checks run in processes of their own: see `selftest/__main__.py`. A row of which one dies is a wrong row, and
-    the next process goes on behind it."""
+    """Checks run in processes of their own: see `selftest/__main__.py`. If a process dies, its current row counts as
+    wrong, and the next process continues behind that row."""
     for package, remedy in (("torch", "it comes with vLLM: pip install vllm"), ("vllm", "pip install vllm")):
         if importlib.util.find_spec(package) is None:
             yield {"cannot": f"{package} is not installed; {remedy}; packed-kv doctor says which versions are served"}
@@ -97,14 +97,14 @@ def events(dtypes: list[str], device: str) -> Iterator[dict[str, Any]]:
 
 
 def _lines(asked: str, said: Any) -> Iterator[dict[str, Any]]:
-    """Yield what a process reports, until it ends; `said`: the file of its other output."""
+    """Yield the reports of a process until it ends; `said`: the file of its other output."""
     command = [sys.executable, "-P", "-m", f"{__package__.rpartition('.')[0]}.selftest", asked]
     quiet = {"VLLM_LOGGING_LEVEL": "ERROR", **os.environ}
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=said, text=True, env=quiet) as process:
         try:
             while True:
                 timer = Timer(SILENT_SECONDS, process.kill)
-                timer.daemon = True  # interrupted, this process does not wait for it
+                timer.daemon = True  # an interrupted process does not wait for it
                 timer.start()
                 line = process.stdout.readline()  # type: ignore[union-attr]
                 timer.cancel()
@@ -181,7 +181,7 @@ def row_lines(row: dict[str, Any]) -> Iterator[str]:
 
 
 def _share(part: dict[str, Any]) -> float:
-    """An error in its bound."""
+    """An error as a fraction of its bound."""
     if part["error"] is None:
         return float("inf")
     return part["error"] / part["bound"] if part["bound"] else part["error"] * 1e9
@@ -192,7 +192,7 @@ def _number(value: float | None) -> str:
 
 
 def notes(rows: list[dict[str, Any]]) -> str:
-    """Return lines that say what the columns have, and which layers no kernel serves here."""
+    """Return lines that explain the columns, and name the layers that no kernel serves here."""
     found = [
         "compared: stored bytes, prefixes (gathered, and in passes), decodes, merges and latents; differ: repeated "
         "launches with other bits; us: decode step of a layer, and its ratio to bf16 with vLLM's own attention"
@@ -205,7 +205,8 @@ def notes(rows: list[dict[str, Any]]) -> str:
 
 
 def setting(rows: list[dict[str, Any]]) -> str:
-    """Return a line that says where to set `decode_kernel` to "cuda", of rows that compare it with "auto"; or ""."""
+    """Return a line that says for which dtypes to set `decode_kernel` to "cuda", by rows that compare it with "auto";
+    or ""."""
     by_auto = {row["dtype"]: row for row in rows if row["decode_kernel"] == "auto"}
     take: list[str] = []
     leave: list[str] = []

@@ -20,11 +20,12 @@ from .names import class_name, registry_name
 from .page_backend import PackedPages
 
 SINK_SPEC = "SinkFullAttentionSpec"
-"""KV-cache spec of layers with static sinks, which vLLM does not mention when it selects a backend."""
+"""KV-cache spec of layers with static sinks. vLLM does not mention these sinks when it selects a backend."""
 SPECS = ("FullAttentionSpec", "SlidingWindowSpec", "ChunkedLocalAttentionSpec")
 """Classes of the KV-cache specs that packed pages serve."""
 WRAPPERS = ("vllm.model_executor.layers.attention.chunked_local_attention",)
-"""Modules whose layers derive a backend from ours, with a metadata builder that calls ours and that ours honours."""
+"""Modules whose layers derive a backend from ours, with a metadata builder that calls ours; our builder supports
+them."""
 
 
 class CheckedPairBuilder(CheckedCache, PackedMetadataBuilder):
@@ -70,8 +71,8 @@ class PackedAttentionBackend(PackedPages, AttentionBackend):
     def customize_spec(cls, spec: AttentionSpec) -> AttentionSpec:
         """Give packed layers (dtype uint8) their true slot size; bf16 layers beside them keep their spec.
 
-        V of a head may have fewer channels than K, and has then K's size in a slot. Raises Refused where it has
-        more, and for layers that say only here that they have static sinks, are not causal or keep something else.
+        V may have fewer channels than K; in a slot it then takes K's size. Raises Refused where V has more, and for
+        layers that only here show that they have static sinks, are not causal or cache something else.
         """
         if spec.dtype != torch.uint8:
             return spec
@@ -90,7 +91,8 @@ class PackedAttentionBackend(PackedPages, AttentionBackend):
 
 
 def unknown_wrapper(backend: type[AttentionBackend]) -> str | None:
-    """Name of a backend that is none of ours, nor one that `WRAPPERS` derive from ours; None: it is."""
+    """Name of a foreign backend: not ours, and not derived from ours by `WRAPPERS`. None: the backend is ours or
+    derived."""
     name = backend.get_name()
     if not issubclass(backend, PackedAttentionBackend):
         return name
@@ -111,7 +113,7 @@ def backend_of(name: str) -> type[PackedAttentionBackend]:
 
 
 def __getattr__(name: str) -> type[PackedAttentionBackend]:
-    """The backend class of this name, by which vLLM's registry looks it up."""
+    """The backend class of this name; vLLM's registry looks it up here."""
     for fmt in FORMATS.values():
         if class_name(fmt) == name:
             return backend_of(fmt.name)

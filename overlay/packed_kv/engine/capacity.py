@@ -39,12 +39,12 @@ from ..window.layer import WindowLayer
 logger = init_logger("vllm.packed_kv")
 
 LARGE_BLOCK = 128
-"""Tokens of a block on the CPU platform, unless another number is asked for; the step in which vLLM enlarges blocks of
-latents beside states."""
+"""Tokens of a block on the CPU platform by default. Also the step by which vLLM enlarges blocks of latents beside
+states."""
 
 
 def bytes_per_token(vllm_config: VllmConfig) -> tuple[int, int]:
-    """KV bytes of a token in all attention layers of this rank: as stored, and in bf16."""
+    """KV bytes of a token in all attention layers of this rank: packed, and in bf16."""
     layers, options = [], read_options(vllm_config.additional_config)
     for layer in get_layers_from_vllm_config(vllm_config, AttentionLayerBase).values():
         if not hasattr(layer, "kv_cache_dtype") or getattr(layer, "kv_sharing_target_layer_name", None):
@@ -64,11 +64,11 @@ def bytes_per_token(vllm_config: VllmConfig) -> tuple[int, int]:
 
 
 class RequestBlocks(NamedTuple):
-    """Blocks that vLLM allocates for a request as long as the model's context.
+    """The blocks that vLLM allocates for a request as long as the model's context.
 
-    `blocks`, and their bytes on this rank: `size`, with `ring_bytes` for the recent window's blocks, in whole blocks as
-    vLLM counts them. `dense_size`: bytes of the same request in bf16. Blocks of layers that attend to everything grow
-    with the context; those of windows, rings and states do not.
+    `blocks`: their number. `size`: their bytes on this rank, `ring_bytes` for the recent window's blocks included, in
+    whole blocks as vLLM counts them. `dense_size`: bytes of the same request in bf16. Blocks of full-attention layers
+    grow with the context; blocks of windows, rings and states do not.
     """
 
     blocks: int
@@ -95,8 +95,8 @@ def longest_request(vllm_config: VllmConfig) -> RequestBlocks:
 
 
 def _blocks(vllm_config: VllmConfig, specs: dict[str, KVCacheSpec]) -> tuple[int, int, int]:
-    """Blocks of a request by vLLM's own grouping of these layers: all, those of rings, and the bytes of a block, which
-    has one size in all groups."""
+    """Blocks of a request by vLLM's own grouping of these layers: all blocks, ring blocks, and the bytes of a block,
+    which are equal in all groups."""
     blocks, ring_blocks, widths = 0, 0, []
     for group in get_kv_cache_groups(vllm_config, specs):
         spec = group.kv_cache_spec
@@ -110,7 +110,7 @@ def _blocks(vllm_config: VllmConfig, specs: dict[str, KVCacheSpec]) -> tuple[int
 
 
 def _with_aligned_states(specs: dict[str, KVCacheSpec]) -> dict[str, KVCacheSpec]:
-    """The blocks of attention as large as the states beside them, as vLLM's platforms make them."""
+    """Attention blocks enlarged to the size of the states beside them, as vLLM's platforms do it."""
     states = [spec for spec in specs.values() if isinstance(spec, MambaSpec)]
     attending = [spec for spec in specs.values() if isinstance(spec, AttentionSpec)]
     if not states or not attending:
@@ -132,14 +132,16 @@ def log_capacity(vllm_config: VllmConfig, block_size: int) -> None:
     """Log dtype, bytes per token, KV tokens, ratio and fingerprint, once a process, when the cache has its real size.
 
     `block_size`: of the attention layers.
-    KV tokens are what vLLM counts: with requests as long as the model's context, each with its states and rings. The
-    ratio compares them with what the same bytes hold in bf16, so it is less than that of the bytes of a token.
+    KV tokens are counted as vLLM does: in requests as long as the model's context, each with its states and rings. The
+    ratio compares them with the tokens that the same bytes hold in bf16, so it is less than the ratio of bytes per
+    token.
     """
     cache = vllm_config.cache_config
     if not cache.num_gpu_blocks:
         return
     stored, dense = bytes_per_token(vllm_config)
-    if vllm_config.model_config.is_hybrid:  # vLLM has by now the least of all groups', a state's the context's length
+    # By now vLLM's block size is the smallest of all groups; a state's is the context's length.
+    if vllm_config.model_config.is_hybrid:
         vllm_config, cache = copy.copy(vllm_config), copy.copy(cache)
         vllm_config.cache_config, cache.block_size = cache, block_size
     context, request = vllm_config.model_config.max_model_len, longest_request(vllm_config)
@@ -162,8 +164,8 @@ def log_capacity(vllm_config: VllmConfig, block_size: int) -> None:
 
 
 class CheckedCache:
-    """Refuses a padded cache and reports a good one when vLLM makes a metadata builder: it has its real size by then.
-    Stands before the builder among a class's bases."""
+    """Mixin of metadata builders: refuses a padded cache and logs a good one when vLLM makes the builder, as the cache
+    has its real size by then. It comes before the builder among a class's bases."""
 
     def __init__(
         self, kv_cache_spec: AttentionSpec, layer_names: list[str], vllm_config: VllmConfig, device: torch.device
@@ -175,7 +177,8 @@ class CheckedCache:
 
 
 def log_match_unit(vllm_config: VllmConfig) -> None:
-    """Log in what units prefixes are found in hybrid models: state layers enlarge blocks as much as pages shrink."""
+    """Log the granularity of prefix hits in hybrid models: state layers enlarge blocks in proportion to the
+    compression."""
     cache = vllm_config.cache_config
     is_coarse = vllm_config.model_config.is_hybrid and cache.block_size > MICRO_BLOCK
     if is_coarse and cache.enable_prefix_caching and cache.prefix_match_unit is None:
@@ -189,7 +192,7 @@ def log_match_unit(vllm_config: VllmConfig) -> None:
 
 def check_planned_padding(vllm_config: VllmConfig) -> None:
     """Raise Refused before the model is loaded if skipped layers make vLLM pad the packed pages to much more than they
-    hold, by the count of `packed-kv plan`: where that is vLLM's own, else `check_padding` says it later."""
+    hold, as `packed-kv plan` counts pages. Where vLLM counts them otherwise, `check_padding` refuses later."""
     model, cache, parallel = vllm_config.model_config, vllm_config.cache_config, vllm_config.parallel_config
     words = tuple(cache.kv_cache_dtype_skip_layers)
     has_other_parts = parallel.pipeline_parallel_size > 1 or vllm_config.speculative_config is not None
@@ -205,7 +208,7 @@ def check_planned_padding(vllm_config: VllmConfig) -> None:
 
 
 def _planned_pages(shape: model_shape.Model, vllm_config: VllmConfig) -> list[Pages]:
-    """Return the pages that `packed-kv plan` counts; []: vLLM counts others. Raises BadInput."""
+    """Return the pages that `packed-kv plan` counts; []: vLLM counts other pages. Raises BadInput."""
     model, cache = vllm_config.model_config, vllm_config.cache_config
     words = cache.kv_cache_dtype_skip_layers
     is_chunked = any(layer.kind == "chunked" for layer in shape.attention)  # refused when the layers are made
@@ -231,8 +234,8 @@ def check_padding(vllm_config: VllmConfig, spec: AttentionSpec) -> None:
     """Raise Refused if skipped layers make vLLM pad the packed pages to much more than they hold.
 
     Layers of several kinds (sliding and full, or with states) take blocks from one pool, so their pages get the size of
-    the largest. How large that is, vLLM knows once the model is loaded: it settles the tokens of a block then, and the
-    layout of pages, by which it groups layers, once it has asked for those. `check_planned_padding` counts it before.
+    the largest. vLLM knows this size once the model is loaded: then it settles the tokens of a block and, after that,
+    the layout of pages, by which it groups layers. `check_planned_padding` counts the size before.
     """
     cache = vllm_config.cache_config
     page = spec.page_size_bytes, spec.real_page_size_bytes

@@ -21,16 +21,16 @@ def __getattr__(name: str) -> type[CPUAttentionBackend]:
     config = get_current_vllm_config_or_none()
     if config is None:
         return CPUAttentionBackend
-    layers = config.compilation_config.static_forward_context.values()  # of a draft's config: the model's, too
+    layers = config.compilation_config.static_forward_context.values()  # from a draft's config, the model's too
     dtypes = {config.cache_config.cache_dtype, *(getattr(layer, "kv_cache_dtype", None) for layer in layers)}
     return DenseCPUBackend if dtypes & {*FORMATS} else CPUAttentionBackend
 
 
 class DenseCPUBackend(CPUAttentionBackend):
-    """Names the layout in which a block has the pages of all layers one behind the other, too.
+    """Adds the layout in which a block has the pages of all layers one behind the other.
 
-    Its kernels take a block's distance from the tensor, and so serve it. Pages of several sizes lie so beside a recent
-    window (`window/layer.py`); other engines get the layout that they had, which comes first.
+    vLLM's kernels take the stride over blocks from the tensor, and so serve it. Pages of several sizes lie so beside a
+    recent window (`window/layer.py`); other engines keep their layout, which comes first.
     """
 
     @staticmethod
@@ -45,8 +45,9 @@ class DenseCPUBackend(CPUAttentionBackend):
 class DenseCPUImpl(CPUAttentionBackendImpl):
     """Clears a block when its first token is stored, where pages lie side by side.
 
-    There a block may have been a ring's or another layer's, and its bytes NaN in this layer's dtype. vLLM's kernel
-    reads a request's last block to its end, times 0, and vLLM clears blocks only of groups whose layers have one dtype.
+    There a block may have belonged to a ring or another layer, and its bytes may be NaN in this layer's dtype. vLLM's
+    kernel reads a request's last block to its end, times 0, and vLLM clears blocks only of groups whose layers have one
+    dtype.
     """
 
     def do_kv_cache_update(

@@ -26,9 +26,9 @@ from .names import LATENT, SPARSE, registry_name
 from .page_backend import PackedPages
 
 PICKS_MULTIPLE = 128
-"""A query token's picks come in multiples of this, as FlashMLA reads them."""
+"""The number of a query token's picks is a multiple of this, as FlashMLA needs it."""
 SLIDING_SPEC = "SlidingWindowMLASpec"
-"""KV-cache spec of latent layers with a sliding window, which vLLM does not mention when it selects a backend."""
+"""KV-cache spec of latent layers with a sliding window. vLLM does not mention the window when it selects a backend."""
 
 
 class CheckedLatentBuilder(CheckedCache, LatentMetadataBuilder):
@@ -61,14 +61,14 @@ class PackedLatentBackend(PackedPages, MLACommonBackend):
 
     @classmethod
     def supports_sink(cls) -> bool:
-        """True of dense attention, too, whose implementation refuses sinks: Hy4's layers (vLLM's models/hy_v4) would go
-        without them if the backend did not take them."""
+        """True for dense attention, too, though its implementation refuses sinks: if the backend said False, Hy4's
+        layers (vLLM's models/hy_v4) would run without their sinks."""
         return True
 
     @classmethod
     def customize_spec(cls, spec: AttentionSpec) -> AttentionSpec:
-        """Give packed layers (dtype uint8) their true size of a token. Raises Refused for layers that say only here
-        that they have a sliding window, and for other latents than the model's."""
+        """Give packed layers (dtype uint8) their true size of a token. Raises Refused for layers that only here show
+        that they have a sliding window, and for latents of other sizes than the model's."""
         if spec.dtype != torch.uint8:
             return spec
         slides = type(spec).__name__ == SLIDING_SPEC
@@ -106,7 +106,7 @@ class PackedSparseBackend(PackedLatentBackend):
 
     @classmethod
     def supports_combination(cls, *_arguments: Any, **_options: Any) -> str | None:
-        """Say why FlashMLA, which attends on CUDA, cannot."""
+        """Say why FlashMLA, which attends on CUDA, does not serve it."""
         if not current_platform.is_cuda():
             return None
         is_served, reason = is_flashmla_sparse_supported()
@@ -120,13 +120,13 @@ class PackedSparseBackend(PackedLatentBackend):
 
 @functools.cache
 def latent_backend_of(name: str, rank: int, rope_dim: int, rope_bits: int) -> type[PackedLatentBackend]:
-    """The backend class of a dtype for latents of `rank` channels beside `rope_dim` of RoPE, of `rope_bits`."""
+    """The backend class of a dtype for latents of `rank` channels with `rope_dim` RoPE channels of `rope_bits` bits."""
     return _derive(PackedLatentBackend, "LatentBackend", name, rank, rope_dim, rope_bits)
 
 
 @functools.cache
 def sparse_latent_backend_of(name: str, rank: int, rope_dim: int, rope_bits: int) -> type[PackedSparseBackend]:
-    """The same for sparse attention: on CUDA in bf16 alone, as FlashMLA's kernel."""
+    """The same for sparse attention: on CUDA only in bf16, as FlashMLA's kernel."""
     made = _derive(PackedSparseBackend, "SparseLatentBackend", name, rank, rope_dim, rope_bits)
     if current_platform.is_cuda():
         made.supported_dtypes = [torch.bfloat16]

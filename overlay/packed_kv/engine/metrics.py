@@ -1,7 +1,7 @@
-"""Our lines in vLLM's `/metrics`: what the packed cache is, and what ran on which route.
+"""Our lines in vLLM's `/metrics`: the packed cache, and the tokens of each route.
 
 vLLM makes a `PackedStats` for each engine in the process that serves (entry point `vllm.stat_logger_plugins`) and hands
-it each step's statistics, which it has made anyway: nothing is asked of the device, and nothing is done in a layer.
+it each step's statistics, which it has made anyway. So the device is not asked, and layers do no extra work.
 docs/commands.md has the metrics, docs/lab/commands.md where vLLM calls this.
 """
 
@@ -31,11 +31,11 @@ logger = init_logger("vllm.packed_kv")
 INFO = ("dtype", "bytes_per_token", "ratio", "recent_tokens", "calibration", "fingerprint")
 ENGINE = ("model_name", "engine")
 DECODE, PREFILL, PYTORCH, PREFIX_CACHE = "decode_kernel", "prefill", "pytorch", "prefix_cache"
-"""Routes of docs/attention.md, as planned when the engine starts; tokens of the prefix cache take none."""
+"""Routes of docs/attention.md, as planned when the engine starts; tokens found in the prefix cache take no route."""
 
 
 class Metrics(NamedTuple):
-    """Prometheus' objects, which a process can register once."""
+    """Prometheus' objects. A process can register them only once."""
 
     info: Gauge
     cache_tokens: Gauge
@@ -106,7 +106,7 @@ class PackedStats(StatLoggerBase):
 
 
 def _warn_of_options(config: VllmConfig) -> None:
-    """Log that options are given to an engine in which nothing is packed, of which packed-kv hears only here."""
+    """Log that options are given to an engine in which nothing is packed; packed-kv meets such an engine only here."""
     draft = config.speculative_config.kv_cache_dtype if config.speculative_config else None
     if draft not in FORMATS and isinstance(config.additional_config, dict) and KEY in config.additional_config:
         dtype = config.cache_config.cache_dtype
@@ -121,9 +121,9 @@ def _warn_of_options(config: VllmConfig) -> None:
 def routes(config: VllmConfig) -> tuple[str, str]:
     """The routes planned for prefills and decodes by an engine's configuration.
 
-    Counted for the planned route although they run on another: heads without FlashAttention, whose prefill runs in
-    PyTorch, prefill chunks as short as a decode, which the decode kernel takes, and layers that the CUDA kernel does
-    not serve on a Hopper GPU and of which the configuration does not tell, such as sliding ones.
+    Three cases are counted for the planned route although they run on another: heads without FlashAttention, whose
+    prefill runs in PyTorch; prefill chunks as short as a decode, which the decode kernel serves; and layers that the
+    CUDA kernel does not serve on a Hopper GPU but that the configuration does not show, such as sliding ones.
     """
     from ..attention.limits import longest_decode
     from ..kernels.served import PYTORCH as REFERENCE
@@ -135,7 +135,7 @@ def routes(config: VllmConfig) -> tuple[str, str]:
 
 
 def planned_kernel(config: VllmConfig) -> Served:
-    """Return what serves an engine's decodes, as far as its configuration tells."""
+    """Return the kernel of an engine's decodes, as far as its configuration tells."""
     from ..attention.limits import engine_of
     from ..kernels.served import who_serves
 
@@ -157,8 +157,8 @@ def _asked(config: VllmConfig) -> Pairs | Latents:
 
 
 def info(config: VllmConfig, fmt: Format) -> dict[str, str]:
-    """Labels of `packed_kv_info`. Bytes are of one rank; "unknown" for a model that `model/shape.py` cannot read, and a
-    fingerprint by a calibration file that this process does not have."""
+    """Labels of `packed_kv_info`. Bytes are of one rank; "unknown" for a model that `model/shape.py` cannot read, and
+    for a fingerprint that needs a calibration file which this process does not have."""
     from ..settings.calibration import model_folder
     from ..settings.options import AUTO, read_options
     from ..settings.self_calibration import settled_file
@@ -168,7 +168,7 @@ def info(config: VllmConfig, fmt: Format) -> dict[str, str]:
     stored, dense = stored_and_dense(config, fmt)
     options = read_options(config.additional_config)
     path = options.calibration
-    if path is not None and str(path) == AUTO:  # only the engine's process is told what that stands for
+    if path is not None and str(path) == AUTO:  # only the engine's process knows the file that "auto" stands for
         path = settled_file(config)
         config = copy.copy(config)
         config.additional_config = {

@@ -34,5 +34,5 @@ class PackedPages:
 
     @classmethod
     def supports_per_head_quant_scales(cls) -> bool:
-        """Scales of a checkpoint's KV cache are for fp8; packed pages have their own, and set these aside."""
+        """A checkpoint's KV-cache scales are for fp8. Packed pages ignore them, as they have scales of their own."""
         return True

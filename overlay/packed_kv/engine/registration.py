@@ -53,7 +53,7 @@ FLOAT32_LATENTS = ", and so do writing pages and reading cached prefixes; --dtyp
 
 
 def register_formats() -> None:
-    """Register all of `FORMATS`; without the patches, say which command applies them and register nothing.
+    """Register all of `FORMATS`; without the patches, log the command that applies them and register nothing.
 
     Raises SystemExit where the command line asks for one of the dtypes: argparse would print 300 lines of usage after
     the log.
@@ -75,7 +75,7 @@ def register_formats() -> None:
 
 
 def _remedy(version: str) -> str:
-    """The command that makes vLLM of this version serve the dtypes."""
+    """The command that patches this version of vLLM so that it serves the dtypes."""
     try:
         pins = import_module("packed_kv_patches.pins")  # beside this package
     except ImportError as error:
@@ -88,13 +88,13 @@ def register_format(fmt: Format) -> None:
     """Register one dtype and its backend."""
     handler = type(f"{fmt.name.capitalize()}Handler", (PackedDTypeHandler,), {"name": fmt.name})
     cache_config.register_kv_cache_dtype(fmt.name)(handler)
-    with _at_debug(logging.getLogger(register_backend.__module__)):  # a line of vLLM's for each name and process
+    with _at_debug(logging.getLogger(register_backend.__module__)):  # vLLM logs a line for each name and process
         register_backend(registry_name(fmt), f"{__package__}.backend.{class_name(fmt)}")
 
 
 @contextlib.contextmanager
 def _at_debug(of_vllm: logging.Logger) -> Iterator[None]:
-    """Have what a logger says meanwhile be for debugging."""
+    """In this block, lower a logger's lines to debug level."""
 
     def demote(record: logging.LogRecord) -> bool:
         record.levelno, record.levelname = logging.DEBUG, "DEBUG"
@@ -118,7 +118,7 @@ def _warn_of_rotary_embedding(config: VllmConfig) -> None:
 
 
 class PackedDTypeHandler:
-    """Handler of a registered `--kv-cache-dtype`, which vLLM asks."""
+    """Handler that vLLM asks about a registered `--kv-cache-dtype`."""
 
     name: str
 
@@ -187,7 +187,7 @@ class PackedDTypeHandler:
         """Have the layer make its codec: vLLM calls this once the model is loaded, before it profiles its memory.
 
         Raises Refused if a layer got its backend from its model and not from `attn_backend`, or if its implementation
-        was not told the size of V's heads; and CalibrationError.
+        does not know V's head size; raises CalibrationError.
         """
         from .backend import backend_of, unknown_wrapper
 
@@ -215,10 +215,10 @@ class PackedDTypeHandler:
             impl.build(layer_name)
 
     def _check_latent_layer(self, layer_name: str, layer: Any) -> None:
-        """The same for a layer of latent attention, whose weights are folded. Raises Refused for one of a class of its
-        own, but Kimi's and that of sparse attention: these ask for the same backend and then write their pages
-        themselves. And for a plain layer of sparse attention on CUDA, whose store may lie in a CUDA graph apart from
-        its attention, unless its model is known to keep them together."""
+        """The same for a layer of latent attention, whose weights are folded. Raises Refused for a layer of a foreign
+        class, except Kimi's and sparse attention's: such layers ask for the same backend and then write their pages
+        themselves. Also raises Refused for a plain layer of sparse attention on CUDA, whose store may be in another
+        CUDA graph than its attention, unless its model is known to keep both together."""
         from vllm.model_executor.layers.attention.mla_attention import MLAAttention
 
         from ..attention.latent.kimi import adopt, is_kimi_layer
@@ -237,7 +237,7 @@ class PackedDTypeHandler:
         layer.impl.build(layer_name, layer)
 
     def before_engine(self, vllm_config: VllmConfig) -> None:
-        """Check the options, have a calibration file made if that was asked for, check it, and see to tiers on disk.
+        """Check the options, have a calibration file made if that was asked for, check it, and prepare tiers on disk.
 
         Raises Refused, OptionError, CalibrationError, and ValueError for tiers without a folder.
         """

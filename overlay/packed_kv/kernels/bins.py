@@ -1,4 +1,4 @@
-"""Bins of numbers, in which a GPU looks up the levels next to a number instead of trying all of them."""
+"""Bins of numbers. A GPU looks up a number's neighbouring levels by its bin instead of trying all levels."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ FEWEST_LEVELS = 8
 class Bins(NamedTuple):
     """Lookup table from |x| / scale to its two neighbouring levels and the nearer of them.
 
-    `magic`: less the bits of a step, they are those of an fp32 that is about its inverse over some unit. |x| times
-    that, at most 1, times 16 and rounded, is the number of a bin. `levels`: by bin, two neighbouring levels as bf16,
-    the upper one in the upper half of a word; one of them is the nearest of all. `thresholds`: by bin, what lies in the
-    middle of them as bf16, and in the lower half the number of the lower one. All are empty where there are no bins.
+    `magic`: minus the bits of a step size, it is the bits of an fp32 number close to the inverse step size, in some
+    unit. |x| times that number, at most 1, times 16 and rounded, is the number of a bin. `levels`: by bin, two
+    neighbouring levels as bf16, the upper one in the upper half of a word; one of them is the nearest of all levels.
+    `thresholds`: by bin, the middle of both levels as bf16, and in the lower half the index of the lower level. All are
+    empty where there are no bins.
     """
 
     magic: int

@@ -8,7 +8,7 @@ from ..layout import MICRO_BLOCK
 
 
 def check_int32(*tensors: torch.Tensor | None) -> None:
-    """Assert what kernels take tables and lengths of a step for: int32, unit stride."""
+    """Assert the form of a step's tables and lengths that kernels assume: int32, unit stride."""
     for x in tensors:
         assert x is None or (x.dtype == torch.int32 and x.stride(-1) == 1), (x.dtype, x.stride())
 
@@ -34,11 +34,11 @@ def check_ring(cache: torch.Tensor, kv_heads: int, slot_bytes: int, align: int =
 
 
 def check_slots(slots: torch.Tensor, ring_slots: torch.Tensor) -> None:
-    """Assert what the store kernels take slots for: integers, of a ring those of the first tokens."""
+    """Assert the form of slots that the store kernels assume: integers; for a ring, slots of the first tokens."""
     assert slots.ndim == 1 and slots.is_contiguous() and not slots.is_floating_point(), (slots.dtype, slots.shape)
     assert ring_slots.is_contiguous() and len(ring_slots) <= len(slots), (ring_slots.shape, slots.shape)
 
 
 def head_stride(of_heads: torch.Tensor) -> int:
-    """Stride over heads, 0 where one serves all."""
+    """Stride over heads; 0 where all heads share one."""
     return 0 if len(of_heads) == 1 else of_heads.stride(0)

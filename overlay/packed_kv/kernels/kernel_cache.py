@@ -1,8 +1,8 @@
 """Keep compiled kernels on disk, and load only what this user wrote and nothing damaged since.
 
-A file is the machine code and a SHA-256 digest of its name and code. A damaged file is compiled again and replaced. A
-folder or file that another user owns or can write is not loaded from: its code would run on the GPU or in this process.
-What a killed compile left is removed by the next process that asks for a kernel.
+A file is the machine code and a SHA-256 digest of its name and code. A damaged file is compiled again and replaced.
+Nothing is loaded from a folder or file that another user owns or can write: its code would run on the GPU or in this
+process. The next process that asks for a kernel removes the files of a killed compile.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class _Damaged(Exception):
 def cache_folder() -> Path:
     """Return the folder of compiled kernels: PACKED_KV_CACHE, or packed_kv in the user's cache folder.
 
-    Raises NoHome: the path begins at a home folder, and there is none.
+    Raises NoHome: the path begins with a home folder, and there is none.
     """
     default = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "packed_kv")
     path = os.path.expanduser(os.environ.get("PACKED_KV_CACHE") or default)
@@ -119,7 +119,7 @@ _one_thread = threading.Lock()
 
 @functools.cache
 def _sweep_once(cache: Path) -> None:
-    """Remove what killed compiles left, in the cache and in TMPDIR."""
+    """Remove files of killed compiles in the cache and in TMPDIR."""
     sweep(cache)
     with suppress(OSError):  # nothing can be written anywhere
         sweep(Path(tempfile.gettempdir()))

@@ -17,12 +17,12 @@ from .units import score_unit
 
 
 class Group(NamedTuple):
-    """Places of a lane's codes of one 32-channel group of K or of V, and the factor of their values.
+    """Position of a lane's codes of one 32-channel group of K or V, and the factor of their values.
 
     `word`: index of the group's first code word among the lane's words. `sign_word`: index of the word with its signs,
     0 if the code has none; a half word is read as a sign word of parity 0 behind all words, so its index is
-    `PackedVector.words`. `parity`: which of the two groups that share the sign word, 0 or 1. `factor`: decoded codes
-    times this and their scale are values: 1 / unit, and for V times `Code.value_gain`.
+    `PackedVector.words`. `parity`: 0 or 1, the group's number in its sign word. `factor`: decoded codes times this and
+    their scale are values: 1 / unit, and for V times `Code.value_gain`.
     """
 
     code: Code
@@ -35,8 +35,9 @@ class Group(NamedTuple):
 class Section(NamedTuple):
     """Groups of one width that are rotated together.
 
-    `first_group`: its index; `groups`: how many; `code`: of all of them; `word`: index of the first group's first code
-    word; `signed_groups`: groups with sign words in the sections before; `bins`: of the code's levels.
+    `first_group`: index of the first; `groups`: their number; `code`: their common code; `word`: index of the first
+    group's first code word; `signed_groups`: groups with sign words in earlier sections; `bins`: bins of the code's
+    levels.
     """
 
     first_group: int
@@ -50,9 +51,9 @@ class Section(NamedTuple):
 class PackedVector(NamedTuple):
     """K or V in a micro-block.
 
-    `words`: 32-bit words of a lane, code words first, then `sign_words` of them. `chunks`: widths of the chunks that
-    the words lie in. `has_half`: a half word follows them. `words_at`, `half_words_at`, `scales_at`: in bytes from the
-    start of the micro-block.
+    `words`: 32-bit words of a lane, code words first, then `sign_words` sign words. `chunks`: widths of the words'
+    chunks. `has_half`: a half word follows them. `words_at`, `half_words_at`, `scales_at`: in bytes from the start of
+    the micro-block.
     """
 
     groups: tuple[Group, ...]
@@ -72,7 +73,7 @@ class KernelLayout(NamedTuple):
     `head_dim`: channels that are stored, 32 a group. `key_vector`, `value_vector`: K and V; a latent is both (Triton's
     objects have a `value` or `values` of their own). `micro_block_bytes`:
     bytes of 16 tokens of one head. `score_unit`: the unit of scores, which are sums over all groups of K. `ring`: byte
-    offsets in a slot of the ring buffer, where RoPE channels of latents count as channels of them.
+    offsets in a slot of the ring buffer, where RoPE channels count as channels of the latent.
     """
 
     head_dim: int
@@ -84,8 +85,8 @@ class KernelLayout(NamedTuple):
 
 
 class RopeLayout(NamedTuple):
-    """RoPE channels beside the latents of a page: how many, offset of their plane in a micro-block and words of it a
-    lane; and offset of their scales, 0: they are fp16."""
+    """RoPE channels beside the latents of a page: their number, the offset of their plane in a micro-block, its words
+    per lane, and the offset of their scales (0: they are fp16)."""
 
     channels: int
     at: int
@@ -101,8 +102,9 @@ def rope_layout(page: PageLayout) -> RopeLayout:
 
 
 class LatentRowLayout(NamedTuple):
-    """Latent rows. `half`: of the micro-block of half as many groups, where two neighbouring groups stand for two
-    tokens (layout.py); `scales_at` and `rope`: in bytes from the start of a row; `row_bytes`: of one."""
+    """Latent rows. `half`: layout of a micro-block of half as many groups; in a row two neighbouring groups take the
+    places of its two tokens (layout.py). `scales_at` and `rope`: in bytes from the start of a row; `row_bytes`: bytes
+    of a row."""
 
     half: KernelLayout
     scales_at: int
@@ -111,7 +113,7 @@ class LatentRowLayout(NamedTuple):
 
 
 def latent_row_layout(rows: RowLayout) -> LatentRowLayout:
-    """The constants of kernels for rows of this layout."""
+    """Return the kernels' constants for rows of this layout."""
     half = rope_layout(rows.page)
     rope = RopeLayout(2 * half.channels, rows.offset(ROPE), half.words, half.scales_at // ROW_TOKENS)
     return LatentRowLayout(kernel_layout(rows.page), rows.offset("scales"), rope, rows.row_bytes)
@@ -119,7 +121,7 @@ def latent_row_layout(rows: RowLayout) -> LatentRowLayout:
 
 @functools.cache
 def kernel_layout(page: PageLayout) -> KernelLayout:
-    """The constants of kernels for pages of this layout."""
+    """Return the kernels' constants for pages of this layout."""
     channels = GROUP_SIZE * len(page.vectors[0].group_bits)
     return KernelLayout(
         head_dim=channels,

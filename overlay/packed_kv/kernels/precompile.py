@@ -2,8 +2,8 @@
 
 A layer has about fifteen kernels and variants. Compiled one after the other, each where it is first launched, they take
 longer than all the rest of an engine's start. So the layer's launches are first noted and not run (`Precompiler`), and
-several threads compile what they need: most of a compilation is C++, which holds no lock of Python's. Meanwhile vLLM
-compiles kernels of its own. Who needs one variant waits for it (`wait_for`), and the engine waits for all
+several threads compile their kernels: most of a compilation is C++, which holds no lock of Python's. Meanwhile vLLM
+compiles kernels of its own. A launch waits for its variant (`wait_for`), and the engine waits for all variants
 (`wait_for_all`) before it captures graphs and serves. A variant that was not noted is compiled by the step that first
 launches it, and a line of the log says so.
 """
@@ -33,7 +33,8 @@ _unforeseen: set[Hashable] = set()
 
 
 class Precompiler:
-    """A block in whose thread launches are noted and not run. At its end, threads begin to compile what they need."""
+    """A `with` block in whose thread launches are noted and not run. At its end, threads begin to compile their
+    kernels."""
 
     def __init__(self) -> None:
         self.jobs: dict[Hashable, Compile] = {}
@@ -61,7 +62,7 @@ class Precompiler:
 
 @functools.cache
 def _pool() -> ThreadPoolExecutor:
-    """The threads of this process, which sleep once all is compiled."""
+    """The process's threads; they sleep once all is compiled."""
     return ThreadPoolExecutor(min(MAX_THREADS, len(os.sched_getaffinity(0))), "packed_kv_compile")
 
 
@@ -82,6 +83,6 @@ def wait_for(variant: Hashable, kernel: str = "") -> None:
 
 
 def wait_for_all() -> None:
-    """Return once all that was noted is compiled. Raises the error of the first compilation that has one."""
+    """Return once all noted variants are compiled. Raises the error of the first compilation that failed."""
     for variant in tuple(_compilations):
         wait_for(variant)

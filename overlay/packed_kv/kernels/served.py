@@ -1,8 +1,8 @@
-"""The one answer to which kernel serves the decodes of a layer, up to how many query tokens of a request, and why no
-faster one does.
+"""Decides which kernel serves the decodes of a layer, up to how many query tokens of a request, and why no faster one
+does.
 
-All ask here: the layers themselves, the metadata's CUDA graphs, the metrics, `packed-kv plan`, `doctor` and `selftest`.
-No torch, as most of these have none.
+No other place decides it: layers, the metadata's CUDA graphs, the metrics, `packed-kv plan`, `doctor` and `selftest`
+ask here. No torch, as most of these have none.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from .cpu.compiler import BuildError, best_target, find_compiler
 CUDA, TRITON, CPP, PYTORCH = "CUDA", "Triton", "C++", "PyTorch"
 """Kernels: `kernels/cuda`, `kernels/triton`, `kernels/cpu`, and the reference."""
 TRITON_COLUMNS = 64
-"""Query heads of a KV head times query tokens of a request that the Triton kernel serves. It decodes a request's pages
-again for every tile of them; the prefill route does it once, but through memory. In tiles of 8 the kernel wins at every
-shape measured with 64 columns, with 128 no longer (docs/lab/tried.md). The CUDA kernel, which decodes them once for 64
-columns, takes more (`kernels.cuda.longest_query`). The C++ kernel takes as many as Triton's."""
+"""Most columns (query heads per KV head times query tokens of a request) that the Triton kernel serves. It decodes a
+request's pages again for each tile of columns; the prefill route decodes them once, but through memory. In tiles of 8
+the kernel is faster at every measured shape with 64 columns, but not with 128 (docs/lab/tried.md). The CUDA kernel,
+which decodes them once for 64 columns, takes more (`kernels.cuda.longest_query`). The C++ kernel has the same limit."""
 ANY = 1 << 30
-"""Query tokens of any step: there is no limit."""
+"""No limit on the query tokens of a request."""
 
 
 class Engine(NamedTuple):
-    """An engine, as far as it decides which kernel serves.
+    """The facts about an engine that decide which kernel serves.
 
     `platform`: vLLM's, "cuda" or "cpu". `capability`: of the GPU; None: there is none, or it is not known. `option`:
     `decode_kernel`. `is_fp32`: whether activations are. `longest_decode`: most query tokens of a request, drafts
-    included. `requests`: the most of a step. `ranks`: that split the tokens of a request. `is_here`: whether it runs on
-    this machine, whose compilers are then looked for.
+    included. `requests`: the most of a step. `ranks`: ranks that split the tokens of a request. `is_here`: whether it
+    runs on this machine; then this machine's compilers are looked for.
     """
 
     platform: str
@@ -77,8 +77,8 @@ class Latents(NamedTuple):
 
 
 class Served(NamedTuple):
-    """The kernel of a layer's decodes; the most query tokens of a request that it takes; and the reason, as the log has
-    it, why no faster kernel of the platform serves the layer, or "". What is longer takes the prefill route."""
+    """The kernel of a layer's decodes; the most query tokens of a request that it serves; and the log's reason why no
+    faster kernel of the platform serves the layer, or "". Longer requests take the prefill route."""
 
     kernel: str
     longest: int
@@ -86,7 +86,7 @@ class Served(NamedTuple):
 
 
 def who_serves(engine: Engine, layer: Pairs | Latents) -> Served:
-    """Return what serves the decodes of `layer`."""
+    """Return the kernel that serves the decodes of `layer`."""
     if engine.platform == "cpu":
         lacks = cpp_lacks(layer, engine.ranks)
         reason = f"the kernels do not serve {lacks}" if lacks else _no_compiler() if engine.is_here else ""
@@ -111,16 +111,16 @@ def who_serves(engine: Engine, layer: Pairs | Latents) -> Served:
 
 
 def longest_of(kernel: str, layer: Pairs | Latents, columns: int = cuda.COLUMNS) -> int:
-    """Return the most query tokens of a request that a kernel takes of a layer. Of pairs it takes one of any layer, as
-    CUDA graphs need it; of picked latents any number, as each token is to it what a request is to others. columns: the
-    most that the CUDA kernel has on the GPU."""
+    """Return the most query tokens of a request that a kernel serves in a layer. For pairs it is at least one, as CUDA
+    graphs need it. For picked latents there is no limit, as each query token is a request to the kernel. columns: the
+    most columns of the CUDA kernel on the GPU."""
     if isinstance(layer, Pairs):
         return max(1, cuda.longest_query(layer.group, columns) if kernel == CUDA else TRITON_COLUMNS // layer.group)
     return cuda.LATENT_ROWS // layer.heads if kernel == CUDA and not layer.are_picked else ANY
 
 
 def cuda_lacks(engine: Engine, layer: Pairs | Latents) -> str | None:
-    """Return what of a layer `kernels/cuda` does not serve, or None."""
+    """Return the property of a layer that `kernels/cuda` does not serve, or None."""
     if engine.capability is None:
         return "a GPU of unknown compute capability"
     generation = generation_of(engine.capability)
@@ -140,7 +140,7 @@ def _capability(capability: tuple[int, int]) -> str:
 
 
 def _those(serves: Callable[[Generation], object]) -> str:
-    """Return the compute capabilities of generations that serve, in words."""
+    """Return the compute capabilities that the CUDA kernels serve, in words."""
     *others, last = ("{}.{}".format(*x.capability) for x in GENERATIONS if serves(x))
     return f"{', '.join(others)} and {last}" if others else last
 
@@ -179,7 +179,8 @@ def _latents_cuda_lacks(engine: Engine, layer: Latents) -> str | None:
 
 
 def cpp_lacks(layer: Pairs | Latents, ranks: int = 1) -> str | None:
-    """Return what of a layer `kernels/cpu` does not serve, or None. ranks: that split the tokens of a request."""
+    """Return the property of a layer that `kernels/cpu` does not serve, or None. ranks: ranks that split the tokens of
+    a request."""
     if isinstance(layer, Pairs):
         if ranks > 1:
             return f"{ranks} ranks that split the tokens of a request"

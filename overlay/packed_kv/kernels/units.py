@@ -1,4 +1,4 @@
-"""Units of decoded codes: before their scale they are fp16 numbers that need no conversion. For both decode kernels.
+"""Units of decoded codes: before scaling they are fp16 numbers that need no conversion. For both decode kernels.
 
     5 bits   256 times a magnitude is an integer below 256, of which the lower four bits are always 8: a byte, as with
              4 bits, but computed from its upper four
@@ -9,9 +9,9 @@
     2 bits   the larger magnitude is 4 times the smaller, both powers of 2: times 2^-12, one bit of the exponent tells
              them apart
 
-A *unit* (`Code.unit`) is what a value of 1 is, the smallest power of 2 with which all magnitudes are as said: divide by
-it to get the value. Sums over V of a group are in the group's unit, which is divided out at the end. Scores are sums
-over all groups of K, so their groups need one unit: queries are multiplied by what makes up for the difference.
+A *unit* (`Code.unit`) is the number that a value of 1 decodes to: the smallest power of 2 that gives all magnitudes
+this form. Divide by it to get the value. Sums over V of a group are in the group's unit, which is divided out at the
+end. Scores are sums over all groups of K, so these need one unit: queries are multiplied by the ratio of the units.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ LOG2_E = math.log2(math.e)
 
 
 def score_unit(group_bits: tuple[int, ...]) -> float:
-    """Unit of scores over groups of these bits: the unit of all groups, or one between theirs. A group's queries are
-    multiplied by it over the group's unit: by 8 and 1/8 where groups have 4 and 3 bits, so rotated, scaled queries up
-    to 8188 stay finite."""
+    """Unit of scores over groups of these bits: the unit of all groups, or one between their units. A group's queries
+    are multiplied by this unit over the group's unit: by 8 and 1/8 where groups have 4 and 3 bits, so rotated, scaled
+    queries up to 8188 stay finite."""
     exponents = [math.frexp(code_of(bits).unit)[1] - 1 for bits in group_bits]
     return 2.0 ** ((min(exponents) + max(exponents)) // 2)
 
@@ -61,7 +61,7 @@ def three_bit_bytes() -> list[int]:
 MAGNITUDE_BIT_2 = 0x0800
 """Bit of an fp16 that is set if a 2-bit code's magnitude is the larger one."""
 MASK_2 = 0x8000 | MAGNITUDE_BIT_2
-"""Bits of an fp16 that a 2-bit code decides; `two_bit_base` is the rest."""
+"""Bits of an fp16 that a 2-bit code decides; `two_bit_base` has the other bits."""
 
 
 def two_bit_base() -> int:

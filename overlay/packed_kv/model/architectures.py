@@ -1,4 +1,4 @@
-"""Names of vLLM's models: whose layers packed pages cannot serve, where no field of a config.json tells it.
+"""Names of vLLM's models whose layers packed pages cannot serve, where no field of a config.json tells it.
 
 `tests/model/test_architectures.py` reads vLLM's sources and fails for a model with such layers that is not named here.
 Names of architectures are beginnings, so that "Step5" is "Step5ForCausalLM" and "Step5MTP", too. Imports nothing.
@@ -16,16 +16,16 @@ OWN_BACKENDS = (
 SPARSE = ("Glm5Next",)
 """Architectures whose layers read only some tokens of the cache, whatever their configs say."""
 PLAIN_SPARSE_LATENTS = ("HYV4",)
-"""Architectures of `SPARSE_LATENTS` whose layers are vLLM's plain ones, also on CUDA: their models keep the store of a
-batch and its attention in one part of a CUDA graph, or outside of it."""
+"""Architectures of `SPARSE_LATENTS` whose layers are vLLM's plain ones, also on CUDA. Their models keep a batch's store
+and attention together: in one part of a CUDA graph, or outside of it."""
 SPARSE_LATENTS = ("DeepseekV32", "GlmMoeDsa", *PLAIN_SPARSE_LATENTS)
-"""Architectures, drafts among them, whose layers read picked latents by a class that packed pages serve."""
+"""Architectures, including drafts, whose layers read picked latents and have a class that packed pages serve."""
 BOTH_WAYS = ("HrmText",)
 """Architectures whose prompts are read in both directions (prefix LM)."""
 LATENT_SINKS = ("HYV4",)
 """Architectures with latent attention, learned sinks, and `layer_types` that say which layers pick tokens."""
 OWN_LATENTS = ("Dots3Note",)
-"""Architectures with latent attention in layers of a class of their own. Kimi's is served."""
+"""Architectures whose latent attention has a layer class of its own. Kimi's class is served."""
 LAYER_OPTIONS = {"Rnj1": "chunk_lookback"}
 """Architecture -> arguments of its attention layers that packed attention does not know."""
 ENCODERS = (
@@ -79,4 +79,4 @@ TEXT_MODELS = {
     "Qwen3_5ForConditionalGeneration": "Qwen3_5ForCausalLM",
     "Qwen3_5MoeForConditionalGeneration": "Qwen3_5MoeForCausalLM",
 }
-"""Architectures with pictures -> the one whose class vLLM makes for their text."""
+"""Multimodal architectures -> the architecture whose class vLLM makes for their text."""

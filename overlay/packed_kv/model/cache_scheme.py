@@ -31,8 +31,8 @@ def asked_cache(quantization: Config) -> str:
 
 
 def describe_cache_scheme(quantization: Config) -> str:
-    """One line for a checkpoint that asks for a KV-cache dtype of its own, or in words that cannot be read; "": it asks
-    for none."""
+    """One line for a checkpoint that asks for its own KV-cache dtype, or whose request cannot be read; "": it asks for
+    none."""
     try:
         asked, layers = asked_cache(quantization), layers_asked(quantization)
     except BadInput as error:
@@ -54,7 +54,7 @@ def describe_cache_scheme(quantization: Config) -> str:
 
 
 def layers_asked(quantization: Config) -> dict[str, int]:
-    """KV-cache algorithms that Model-Optimizer has fixed by layer, and the numbers of their layers. Raises BadInput."""
+    """KV-cache algorithms that Model-Optimizer sets per layer, and the numbers of their layers. Raises BadInput."""
     layers = nested(_inner(quantization), "kv_cache_quantized_layers")
     return Counter(printable(word(nested(layers, name), "quant_algo"), 40) or "none" for name in layers)
 

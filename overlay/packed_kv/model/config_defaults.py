@@ -1,8 +1,8 @@
 """Defaults of fields that a config.json may leave out, by model type, as transformers' config classes declare them.
 
-Transformers writes no field of a nested config that has the default of its class, and models ship like that.
-`config_defaults.json` has the fields that are read here; scripts/architectures/config_defaults.py writes it. Types that
-are not in it have no defaults. No torch and no transformers.
+For a nested config, transformers does not write fields that have their class's default, and models are published that
+way. `config_defaults.json` has the defaults of the fields that are read here; scripts/architectures/config_defaults.py
+writes it. Types that are not in it have no defaults. No torch and no transformers.
 """
 
 from __future__ import annotations
@@ -30,16 +30,17 @@ EXPERTS_PER_TOKEN = (
 SYNONYMS = (
     LAYERS, HEADS, HIDDEN, KV_HEADS, HEAD_DIM, LENGTHS, INNER, EXPERT_INNER, EXPERTS, SHARED_EXPERTS, EXPERTS_PER_TOKEN,
 )  # fmt: skip
-"""Names of one field in several families, in the order in which they are read."""
+"""Names of one field in several model families, in the order in which they are read."""
 
 
 def text_type(kind: str) -> str:
-    """Model type of the nested text in a config of a type; "": it has none, or is not known."""
+    """Model type of the nested text config in a config of a type; "": there is none, or the type is not known."""
     return str(_table().get(kind, {}).get("text_config", ""))
 
 
 def with_defaults(config: Config, *kinds: str) -> Config:
-    """The config, with the defaults of fields that it has under no name, by the first of `kinds` that has one."""
+    """The config plus defaults of fields that it has under no name; the default comes from the first of `kinds` that
+    has one."""
     for row in (_table().get(kind, {}) for kind in kinds):
         given = {name for names in SYNONYMS if not {*names}.isdisjoint(config) for name in names} | {"text_config"}
         config = {name: value for name, value in row.items() if name not in given} | config

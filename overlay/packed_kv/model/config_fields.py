@@ -1,4 +1,4 @@
-"""Fields of a config.json, checked as they are read, and its part on the language model. Imports no torch."""
+"""Fields of a config.json, checked as they are read, and the part about the language model. Imports no torch."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from ..json_file import shown
 from .config_defaults import LAYERS, Config, text_type, with_defaults
 
 MODEL_BYTES = 2
-"""Bytes of a number of weights, activations and pages: by default vLLM serves a config's float32 in bf16."""
+"""Dtype -> bytes per number of weights, activations and pages: by default vLLM serves a config's float32 in bf16."""
 PICKING_KINDS = ("deepseek_sparse_attention", "indexed_attention", "sparse_attention", "sparse")
 """Words of `layer_types` for layers of latents that read picked tokens, as vLLM's models/hy_v4 knows them."""
 EXPANDED_LATENTS = ("minicpm3",)
-"""Model types with a `kv_lora_rank` whose latent vectors vLLM expands to K and V of every head."""
+"""Model types with a `kv_lora_rank`, where vLLM expands latent vectors to K and V of every head."""
 MODELOPT = {
     "FP8": "modelopt", "FP8_PER_CHANNEL_PER_TOKEN": "modelopt", "FP8_PB_WO": "modelopt", "NVFP4": "modelopt_fp4",
     "MIXED_PRECISION": "modelopt_mixed",
@@ -84,14 +84,14 @@ def text_config(config: Config) -> Config:
     if text:
         own = word(text, "model_type") or text_type(kind)
         return with_defaults({**above, **text, "model_type": own}, kind, own)
-    if text_type(kind) and {*LAYERS}.isdisjoint(outer):  # a default text may have other sizes than its class
+    if text_type(kind) and {*LAYERS}.isdisjoint(outer):  # a model's default text config may differ from its class's
         return config
     return with_defaults({**above, **outer}, text_type(kind) or kind)
 
 
 def _quantization(config: Config) -> Config:
-    """A config's settings of quantization, with the method's name that vLLM gives it; {}: none. As
-    `_normalize_quantization_config` of vLLM's `model_arch_config_convertor.py`. Raises BadInput."""
+    """A config's quantization settings, with vLLM's name of the method; {}: none. As `_normalize_quantization_config`
+    of vLLM's `model_arch_config_convertor.py`. Raises BadInput."""
     found = nested(config, "quantization_config")
     if not found:
         found = nested(config, "compression_config")
@@ -102,7 +102,7 @@ def _quantization(config: Config) -> Config:
 
 
 def _modelopt(quantization: Config) -> Config:
-    """The settings of a file that Model-Optimizer wrote before 0.31; {}: it is another tool's."""
+    """The settings in a file that Model-Optimizer before 0.31 wrote; {}: it is another tool's file."""
     producer, inner = quantization.get("producer"), quantization.get("quantization")
     if not isinstance(inner, dict):
         return {}

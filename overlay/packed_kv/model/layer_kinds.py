@@ -23,13 +23,13 @@ KINDS = {
     "moe": (),
     "mlp": (),
 }
-"""Words of `layer_types` and its like -> what the layer keeps."""
+"""Words of `layer_types` and similar fields -> the kind of layer."""
 NEMOTRON_H = {"M": ("state",), "*": ("full",), "-": (), "E": ()}
 """Letters of Nemotron-H's `hybrid_override_pattern`."""
 NEMOTRON_H_WORDS = {
     "mamba": "M", "linear_attention": "M", "attention": "*", "full_attention": "*", "mlp": "-", "moe": "E",
 }  # fmt: skip
-"""The same in words, as transformers 5 writes them."""
+"""The kinds in words, as transformers 5 writes them."""
 FULL_AT_LAST = ("gemma4", "gemma4_text", "gemma4_unified", "gemma4_unified_text")
 FULL_FIRST = ("cwm", "granite_swa", "granitemoe_swa")
 SLIDING_AND_FULL = {
@@ -37,12 +37,12 @@ SLIDING_AND_FULL = {
     "olmo3": 4, "afmoe": 4, "exaone4": 4, "exaone_moe": 4, "laguna": 1, "mellum": 1,
     **dict.fromkeys(FULL_AT_LAST, 6), **dict.fromkeys(FULL_FIRST, 4),
 }  # fmt: skip
-"""Model type -> period of its layers, of which the last (in `FULL_FIRST`, the first) is full and the others slide,
-where the config says nothing. The model's last layer is full, too, in `FULL_AT_LAST`."""
+"""Model type -> period of its layers where the config says nothing. The last layer of a period (in `FULL_FIRST`, the
+first) is full; the others slide. The model's last layer is full, too, in `FULL_AT_LAST`."""
 NEED_LAYER_TYPES = (
     "cohere2_moe", "granitemoehybrid", "mimo_v2_flash", "nemotron_h", "olmo_hybrid", "zamba2",
 )  # fmt: skip
-"""Model types whose layers differ by no rule that is known here where the config says nothing."""
+"""Model types whose layers differ by a rule that is not known here, where the config says nothing."""
 ATTENTION_FREE = ("mamba", "mamba2", "falcon_mamba", "rwkv")
 """Model types whose layers all are state layers, though their configs do not say so."""
 
@@ -96,7 +96,7 @@ def _kinds(text: Config) -> list[tuple[str, ...]]:
     if "linear_attn_config" in text:  # Kimi-Linear, Kimi K3: numbers begin at 1
         states = set(listed(nested(text, "linear_attn_config"), "kda_layers", of=int))
         return [("state",) if i + 1 in states else ("full",) for i in range(number)]
-    if group := whole(text, "layer_group_size"):  # Ling V2.5, and V3, whose last layers are full beyond whole groups
+    if group := whole(text, "layer_group_size"):  # Ling V2.5 and V3: last layers beyond whole groups are full
         states = number // group * group if has_delta_attention(text) else number
         return [("state",) if (i + 1) % group and i < states else ("full",) for i in range(number)]
     if "full_attn_idxs" in text:  # LFM2
@@ -115,7 +115,7 @@ def _kinds(text: Config) -> list[tuple[str, ...]]:
 
 
 def _sliding_layers(text: Config, kind: str, number: int) -> list[bool]:
-    """Return for each layer of a model of a type in `SLIDING_AND_FULL` whether it slides."""
+    """Return, for a model type in `SLIDING_AND_FULL`, whether each layer slides."""
     letters = text.get("sliding_window_pattern")
     if isinstance(letters, str) and letters and {*letters} <= {"L", "G"}:  # EXAONE 4, whose last layer is full
         return [letters[i % len(letters)] == "L" for i in range(number - 1)] + [False]

@@ -14,11 +14,11 @@ Parameters = dict[str, Any]
 
 
 class Rope(NamedTuple):
-    """At position p the pair of channels (i, j) number c turns by `frequencies[c]` * p radians; channels beyond the
-    pairs stay.
+    """At position p the channel pair number c turns by `frequencies[c]` * p radians; channels beyond the pairs stay
+    unchanged.
 
-    `frequencies`: of the pairs, each from 0 to pi, scaled as the model scales them (YaRN, Llama 3). `interleaved`:
-    whether pair c is the channels (2c, 2c + 1); else it is (c, c + n), with n pairs.
+    `frequencies`: one per pair, from 0 to pi, scaled as the model scales them (YaRN, Llama 3). `interleaved`: whether
+    pair c is the channels (2c, 2c + 1); else it is (c, c + n), with n pairs.
     """
 
     frequencies: tuple[float, ...]
@@ -31,8 +31,8 @@ class Rope(NamedTuple):
 
 
 def average_length(frequency: float, positions: int) -> float:
-    """Signed length of the mean of `positions` unit vectors, each turned `frequency` radians past the last; negative if
-    it points away from the middle one. A geometric series."""
+    """Signed length of the mean of `positions` unit vectors, each turned by `frequency` radians from the one before;
+    negative if the mean points away from the middle vector. A geometric series."""
     under = positions * math.sin(frequency / 2)
     return math.sin(positions * frequency / 2) / under if under else 1.0
 
@@ -44,12 +44,12 @@ FIELDS = (
     "high_freq_factor", "beta_fast", "beta_slow", "truncate", "attention_factor", "mscale", "mscale_all_dim",
     "short_factor", "long_factor", "alpha", "mixed_b", "rope_dim", "mrope_section",
 )  # fmt: skip
-"""RoPE parameters of a config that decide how far channels turn, and how long they are afterwards."""
+"""RoPE parameters of a config that decide by what angle channels turn, and their scale afterwards."""
 PARTIAL = ("partial_rotary_factor", "rotary_pct", "rotary_emb_fraction")
 THETA = ("rope_theta", "rotary_emb_base")
 LEGACY_TYPES = {"su": "longrope", "mrope": "default"}
 VARYING = ("dynamic", "longrope")
-"""Types whose frequencies depend on the length of a request: keys have one mean for all positions."""
+"""RoPE types whose frequencies depend on the length of a request: keys then get one mean for all positions."""
 
 
 def rope_parameters(config: Any) -> dict[str, Parameters]:
@@ -85,13 +85,13 @@ def longest_with_short_factors(ropes: Mapping[str, Parameters]) -> int | None:
 
 
 def rope_in_words(parameters: Parameters) -> str:
-    """Name the parameters that are not as by default."""
+    """Name the parameters that differ from their defaults."""
     return ", ".join(f"{name} {shown(value)}" for name, value in parameters.items() if value != DEFAULTS.get(name))
 
 
 def normalised(given: Parameters, config: Any) -> Parameters:
-    """RoPE parameters, with defaults, names and fields of the config as `rope_parameters` gives them. `config`: what
-    lies beside them, or {}."""
+    """RoPE parameters, with defaults, names and fields of the config as `rope_parameters` gives them. `config`: the
+    fields beside the parameters, or {}."""
     kind = given.get("rope_type") or given.get("type") or "default"
     kind = LEGACY_TYPES.get(kind, kind) if isinstance(kind, str) else kind
     outside: Parameters = {"rope_theta": _field(config, *THETA), "partial_rotary_factor": _field(config, *PARTIAL)}

@@ -1,4 +1,4 @@
-"""The shape of a model's KV cache, read from its config.json: layer by layer, as vLLM builds them.
+"""The shape of a model's KV cache, read from its config.json, layer by layer, as vLLM builds the layers.
 
 The runtime, the refusals and `packed-kv plan` share it. Imports no torch and no vLLM.
 """
@@ -31,16 +31,16 @@ from .state_layers import state_of
 
 DENSE, FP8 = "bf16", "fp8"
 FP8_SPARSE_BYTES = 656
-"""Bytes of a token in vLLM's `fp8_ds_mla`, which is fp8 of sparse attention over latents."""
+"""Bytes of a token in vLLM's `fp8_ds_mla`, the fp8 of sparse attention over latents."""
 INDEX_GROUP = 128
-"""Channels of an index key that share a scale of fp32."""
+"""Channels of an index key that share an fp32 scale."""
 MAX_PADDING = 1.5
 """Largest ratio of a packed page's bytes to its content. Layers with pages of several sizes share a pool, and vLLM pads
 the smaller pages; beside a skipped layer in bf16 a packed page would take 3.8 times its content or more."""
 NOT_SERVED = ("bamba", "plamo2", "recurrent_gemma")
-"""Model types with layers of several kinds that vLLM served before 0.27, or never: no vLLM that is patched does."""
+"""Model types with layers of several kinds that vLLM served only before 0.27, or never, so no patched vLLM does."""
 MOST_LAYERS = 10_000
-"""Layers, and runs of layers, that a config may have."""
+"""The most layers, and runs of layers, of a config."""
 LAYER_FIELDS = frozenset((
     "num_attention_heads", "num_key_value_heads", "num_kv_heads", "num_attention_groups", "head_dim",
     "attention_head_dim", "kv_channels", "v_head_dim", "sliding_window", "attention_chunk_size", "intermediate_size",
@@ -54,7 +54,7 @@ NEUTRAL_FIELDS = frozenset((
 ))  # fmt: skip
 """Fields that change no page and no number of weights."""
 WINDOW_FIELDS = frozenset(("sliding_window", "attention_chunk_size"))
-"""Fields that may be another number in some layers, but not null in these or in the others alone."""
+"""Fields that may have another number in some layers, but must not be null in only some layers."""
 
 
 @dataclass(frozen=True)
@@ -62,11 +62,11 @@ class ModelLayer:
     """A layer's part of a request's cache: `kind` is "full", "sliding", "chunked" or "state".
 
     `value_size`: channels of a head of V, 0: as many as K's. `rope_size`: RoPE channels beside one latent vector of
-    `head_size` channels, which is K and V at once; 0: K and V are apart. `rope_bits`: of RoPE in packed pages.
-    `is_sparse`: it reads picked tokens of latents; `index_bytes`: of a token's index key beside them.
-    `window`: tokens of a sliding layer's window or of a chunk. `state_bytes`: of a state layer, for one rank, and
-    `states` of them a request. `is_shared`: it reads the pages of a layer before it and has none. `is_repeat`: a
-    layer before it runs again, with its weights and a cache of its own.
+    `head_size` channels, which is K and V at once; 0: K and V are apart. `rope_bits`: bits of RoPE channels in packed
+    pages. `is_sparse`: it reads picked latents; `index_bytes`: bytes of a token's index key beside them.
+    `window`: tokens of a sliding layer's window or of a chunk. `state_bytes`: bytes of a state of a state layer on one
+    rank; `states`: states per request. `is_shared`: it reads an earlier layer's pages and has none. `is_repeat`: an
+    earlier layer runs again, with the same weights and a cache of its own.
     """
 
     number: int
@@ -94,7 +94,7 @@ class ModelLayer:
 
 @dataclass(frozen=True)
 class Model:
-    """A model as its config describes it; `layers` are those of one of `ranks` ranks of tensor parallelism."""
+    """A model as its config describes it; `layers` as on one of `ranks` ranks of tensor parallelism."""
 
     name: str
     config: Config
@@ -120,14 +120,15 @@ class Model:
         return next((layer.rope_bits for layer in self.layers if layer.rope_size), None)
 
     def with_rope_bits(self, bits: int) -> Model:
-        """The same model with other bits of RoPE beside its latents. Raises BadInput if it has none."""
+        """The same model with another number of bits for RoPE beside its latents. Raises BadInput if it has no
+        latents."""
         if not self.has_latents:
             raise BadInput(f"{self.name} has no latent attention (MLA), and so no RoPE channels of {bits} bits")
         return replace(self, layers=tuple(replace(layer, rope_bits=bits) for layer in self.layers))
 
     @property
     def attention(self) -> tuple[ModelLayer, ...]:
-        """The layers with keys and values, those that share others' pages among them."""
+        """The layers with keys and values, including layers that share others' pages."""
         return tuple(layer for layer in self.layers if layer.kind != "state")
 
     def calibrated_shape(self) -> dict[str, Any]:
@@ -147,7 +148,7 @@ class Model:
 
 
 def index_bytes(text: Config, number: int) -> int:
-    """Bytes of a token's index key in a layer; 0 where it takes another layer's picks. As vLLM's
+    """Bytes of a token's index key in a layer; 0 where the layer takes another layer's picks. As vLLM's
     `models/deepseek_v32/attention.py`, and for Hy4 `models/hy_v4`. Raises BadInput."""
     pattern, every = text.get("index_topk_pattern"), whole(text, "index_topk_freq", default=1)
     if word(text, "model_type") == "hy_v4":
@@ -165,7 +166,7 @@ def index_bytes(text: Config, number: int) -> int:
 def parse(config: Config, name: str, ranks: int = 1, recurrent_dtype: str | None = None) -> Model:
     """The model of a config, split over `ranks`. Raises BadInput for a config that describes no decoder.
 
-    Whether packed pages serve it, `refusals` says. `recurrent_dtype`: of state layers, vLLM's
+    `refusals` decides whether packed pages serve it. `recurrent_dtype`: dtype of state layers, vLLM's
     `--mamba-ssm-cache-dtype`; None: the model's.
     """
     name, text = printable(name), text_config(config)
@@ -212,7 +213,7 @@ def _layers(text: Config, name: str, ranks: int, recurrent_dtype: str | None) ->
                 continue
             layer = ModelLayer(number, kind, is_shared=index >= own, is_repeat=run > 0)
             if latents:  # one vector on every rank
-                expanded_size(text)  # a bad field is named before anything reads it
+                expanded_size(text)  # report a bad field before anything reads it
                 rank, rope_size = whole(text, "kv_lora_rank"), whole(text, "qk_rope_head_dim")
                 layer = replace(layer, kv_heads=1, head_size=rank, rope_size=rope_size)
                 if picks_tokens(text):
@@ -232,7 +233,7 @@ def _layers(text: Config, name: str, ranks: int, recurrent_dtype: str | None) ->
 
 
 def _window(layer: Config, kind: str, run: int) -> tuple[str, int]:
-    """Kind of a layer's cache, and tokens of its window or of a chunk, by the layer's own config."""
+    """Kind of a layer's cache, and tokens of its window or chunk, from the layer's own config."""
     if run and _loops(layer, "loop_num"):  # LoopCoder's second run and later
         return "sliding", whole(layer, "loop_window_size", default=64)
     field = {"sliding": "sliding_window", "chunked": "attention_chunk_size"}.get(kind, "")
@@ -240,7 +241,7 @@ def _window(layer: Config, kind: str, run: int) -> tuple[str, int]:
 
 
 def layer_config(text: Config, number: int) -> Config:
-    """The config of one layer: what `per_layer_config` says of it stands above what the model has."""
+    """The config of one layer: `per_layer_config` overrides the model's fields."""
     fields = text.get("per_layer_config", {}).get(number)
     return {**text, **fields} if fields else text
 
@@ -299,12 +300,12 @@ def _shares_over_runs(text: Config) -> bool:
 
 
 def expanded_size(text: Config) -> int:
-    """Channels of a head of K where latent vectors are expanded to K and V. Raises BadInput."""
+    """Channels of a head in K where latent vectors are expanded to K and V. Raises BadInput."""
     return whole(text, "qk_nope_head_dim") + whole(text, "qk_rope_head_dim")
 
 
 def _heads(text: Config, kind: str) -> tuple[int, int, int]:
-    """KV heads of the whole model, and their sizes in K and V, of its layers of a kind. Raises BadInput."""
+    """KV heads of the whole model, and their sizes in K and V, in layers of a kind. Raises BadInput."""
     heads, hidden = text["num_attention_heads"], text["hidden_size"]
     if word(text, "model_type") in EXPANDED_LATENTS:  # V is padded to K's size
         size = expanded_size(text)
@@ -326,7 +327,7 @@ def _heads(text: Config, kind: str) -> tuple[int, int, int]:
 
 
 def slot_bytes(dtype: str, layer: ModelLayer, dtype_bytes: int = MODEL_BYTES) -> int:
-    """Bytes of K and V of one token and KV head. `dtype_bytes`: of a number in `DENSE`, the model's own dtype."""
+    """Bytes of K and V of one token and KV head. `dtype_bytes`: bytes per number in `DENSE`, the model's own dtype."""
     if dtype in FORMATS and layer.rope_size:
         sizes = layer.head_size, layer.rope_size, layer.rope_bits
         return latent_slot_bytes(FORMATS[dtype], *sizes, rows=layer.is_sparse)

@@ -10,13 +10,13 @@ from .config_fields import LARGEST_WHOLE, MODEL_BYTES, BadInput, listed, nested,
 
 DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 DELTA_NET = ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim")
-"""Sizes of gated delta nets, each after `linear_`."""
+"""Size fields of gated delta nets, each with the prefix `linear_`."""
 
 
 @dataclass(frozen=True)
 class State:
-    """`size`: bytes of a state on one rank. `kept`: states of a request, with the prefix cache on: the one that is
-    read, the one that is written and, in Mamba-2 layers, one inside a prefill."""
+    """`size`: bytes of a state on one rank. `kept`: states per request, with the prefix cache on: one is read, one is
+    written and, in Mamba-2 layers, one is inside a prefill."""
 
     size: int
     kept: int = 2
@@ -25,9 +25,9 @@ class State:
 def state_of(config: Config, ranks: int, recurrent_dtype: str | None = None) -> State | None:
     """The state of a layer on one of `ranks` ranks, as vLLM's `MambaStateShapeCalculator` has it; None: not known.
 
-    It is a window of a short convolution's inputs and, but for short convolutions alone, a recurrent state.
-    Recurrent states have the dtype of the activations, unless the model has another one for them, or `recurrent_dtype`
-    is given (`--mamba-ssm-cache-dtype`).
+    It is a window of a short convolution's inputs and, except in layers of short convolutions alone, a recurrent state.
+    Recurrent states have the activations' dtype, unless the model sets another one or `recurrent_dtype` is given
+    (`--mamba-ssm-cache-dtype`).
     """
     hidden, kind = config["hidden_size"], word(config, "model_type")
     recurrent = DTYPE_BYTES.get(recurrent_dtype or _recurrent_dtype(config), MODEL_BYTES)
@@ -64,7 +64,7 @@ def state_of(config: Config, ranks: int, recurrent_dtype: str | None = None) -> 
 
 
 def delta_net_channels(config: Config) -> tuple[int, int]:
-    """Channels of all heads of a gated delta net: of K, and of V. Raises BadInput."""
+    """Channels of all heads of a gated delta net, in K and in V. Raises BadInput."""
     sizes = {f"linear_{name}": whole(config, f"linear_{name}") for name in DELTA_NET}
     if missing := [name for name in sizes if not sizes[name]]:
         raise BadInput(f"{' and '.join(missing)} must be above 0 in gated delta nets; give a config that has all sizes")
@@ -90,7 +90,7 @@ def delta_attention(config: Config) -> tuple[int, int, int]:
 
 
 def mamba_channels(config: Config) -> int:
-    """Channels within a Mamba layer."""
+    """Inner channels of a Mamba layer."""
     expand = config.get("mamba_expand", 2)
     if type(expand) not in (int, float) or not 0 < expand < LARGEST_WHOLE:
         raise BadInput(f"mamba_expand is {shown(expand)}; it must be a number above 0")
@@ -98,7 +98,7 @@ def mamba_channels(config: Config) -> int:
 
 
 def _recurrent_dtype(config: Config) -> str:
-    """Dtype in which vLLM keeps recurrent states if the model says so, else ""."""
+    """Dtype of recurrent states in vLLM if the model sets it, else ""."""
     kind = word(config, "model_type")
     if has_delta_attention(config) or "AliceAIForCausalLM" in listed(config, "architectures", of=str):
         return "float32"

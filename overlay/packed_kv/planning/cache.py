@@ -1,13 +1,13 @@
 """Tokens and requests that a KV cache holds, counted as vLLM 0.32 and 0.33 count them.
 
-Their rules are in `v1/core/kv_cache_utils.py` (0.32) and `kv_cache_planning.py` (0.33), which need torch and a started
-engine. Those that our backends meet are reimplemented here. A request's blocks of all groups come from one
-pool, in which every block has room for the layers of the largest group:
+The rules are in `v1/core/kv_cache_utils.py` (0.32) and `kv_cache_planning.py` (0.33), which need torch and a started
+engine. The rules that concern our backends are reimplemented here. Blocks of all groups come from one pool, in which
+every block has room for the layers of the largest group:
 
     block of the pool:   | page of layer 0 | page of layer 1 | ...      layers of one group
 
-Pages of several groups have one size (`LBHNC`), but where only skipped layers differ from packed ones with rings: there
-pages of any size lie one behind the other (`BLHNC`).
+Pages of all groups have one size (`LBHNC`). The exception: where only skipped layers differ from packed layers with
+rings, pages of any size lie one behind the other (`BLHNC`).
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ from ..refusals.table import no_window, refuse
 
 DTYPES = (DENSE, FP8, *FORMATS)
 LATENT_ALIGNMENT = 128
-"""Tokens by which vLLM enlarges blocks of latents beside states, for kernels of other backends."""
+"""Step in tokens by which vLLM enlarges blocks of latents beside states, for kernels of other backends."""
 
 
 INDEX_BLOCK = 64
-"""Tokens of a block of vLLM's indexer on CUDA, and so of the model's."""
+"""Tokens of a block of vLLM's indexer on CUDA, and so of the model's blocks."""
 
 
 @dataclass(frozen=True)
 class Serving:
     """Options with which the model is served.
 
-    `context`: tokens of a request. `recent_tokens`: of the packed dtypes' recent window, None: their default.
-    `in_flight_tokens`: batches at once times tokens of a batch, for which sliding layers keep blocks. `skip_layers`:
-    numbers of layers that stay dense. `block_size`: of attention layers, in tokens. `on_gpu`: not vLLM's CPU platform,
-    which enlarges no blocks beside skipped layers and names no layout for rings there.
+    `context`: tokens of a request. `recent_tokens`: tokens of the packed dtypes' recent window, None: their default.
+    `in_flight_tokens`: concurrent batches times tokens of a batch; sliding layers keep blocks for these. `skip_layers`:
+    numbers of layers that stay dense. `block_size`: of attention layers, in tokens. `on_gpu`: False for vLLM's CPU
+    platform, which enlarges no blocks beside skipped layers and has no layout for rings there.
     """
 
     context: int
@@ -54,8 +54,8 @@ class Serving:
 
 @dataclass(frozen=True)
 class Spec:
-    """vLLM's KVCacheSpec of a layer: `page` bytes hold `block_size` tokens, or a state, of which a request has
-    `states`; `shape` tells apart what else differs."""
+    """vLLM's KVCacheSpec of a layer: `page` bytes hold `block_size` tokens or one of a request's `states` states;
+    `shape` distinguishes specs that differ otherwise."""
 
     kind: str
     block_size: int
@@ -69,7 +69,7 @@ class Spec:
         """Blocks of a request of `serving.context` tokens."""
         if self.kind == "state":
             return self.states if serving.keeps_prefixes else 1
-        if self.kind == "ring":  # the window and the token that is being made
+        if self.kind == "ring":  # the window and the token being generated
             ring_blocks = -(-(self.window + 1) // self.ring_block) + 1
             return -(-ring_blocks // (self.block_size // self.ring_block))
         tokens, more = serving.context, 0
@@ -82,7 +82,8 @@ class Spec:
 
 @dataclass(frozen=True)
 class Capacity:
-    """Contents of a cache of some bytes. `tokens` is vLLM's figure: its blocks in requests, times their context."""
+    """Contents of a cache of some bytes. `tokens` is vLLM's figure: requests that the blocks hold, times their
+    context."""
 
     tokens: int
     requests: int
@@ -100,7 +101,7 @@ def dtype_of(dtype: str, layer: ModelLayer, serving: Serving) -> str:
 
 
 def recent_window(model: Model, dtype: str, serving: Serving) -> tuple[int, str]:
-    """Tokens of the recent window, and why there is none."""
+    """Tokens of the recent window, and the reason if there is none."""
     if dtype not in FORMATS or serving.recent_tokens == 0:
         return 0, ""
     platform = "cuda" if serving.on_gpu else "cpu"
@@ -120,8 +121,8 @@ def _sliding_windows(model: Model) -> list[int]:
 
 
 def check_window(model: Model, serving: Serving) -> None:
-    """Raise BadInput for recent tokens with which an engine would not start (`find_window` of window/size.py). It
-    serves the model's tokens, or the context if that is more."""
+    """Raise BadInput for recent tokens with which an engine would not start (`find_window` of window/size.py). The
+    engine serves the model's context, or `context` if that is more."""
     asked, (_, reason) = serving.recent_tokens, recent_window(model, next(iter(FORMATS)), serving)
     if asked and reason:
         raise BadInput(f"--recent-tokens {asked:,} is not possible with {reason}; give 0")
@@ -148,7 +149,7 @@ def capacity(model: Model, dtype: str, serving: Serving, memory: int) -> Capacit
 
 
 def _specs(model: Model, dtype: str, serving: Serving) -> list[Spec]:
-    """Specs of all layers with a cache of their own, then those of rings."""
+    """Specs of all layers with a cache of their own, then specs of rings."""
     attention_block, shared_page = _block_and_page(model, dtype, serving)
     window, _ = recent_window(model, dtype, serving)
     found, rings = [], []
@@ -178,7 +179,8 @@ def _block_and_page(model: Model, dtype: str, serving: Serving) -> tuple[int, in
     """Tokens of a block of attention, and bytes of its page, that hold a state and the smallest page of a skipped
     layer: `_align_hybrid_block_size` and `_align_heterogeneous_kv_block_size` of vLLM's `platforms/interface.py`.
 
-    Both ask the first layer's backend for the size of a token, which takes packed bytes for elements if it is skipped.
+    Both ask the first layer's backend for the size of a token; if that layer is skipped, its backend takes packed bytes
+    for elements.
     """
     layer, block_size = model.attention[0], serving.block_size
     if model.has_latents and model.is_hybrid:
@@ -196,7 +198,7 @@ def _block_and_page(model: Model, dtype: str, serving: Serving) -> tuple[int, in
 
 
 def _is_uniform(specs: Sequence[Spec]) -> bool:
-    """True if vLLM would keep all layers in one group, whatever the size of their pages."""
+    """True if vLLM would keep all layers in one group, whatever their page sizes."""
     return len({(spec.kind, spec.block_size, spec.window) for spec in specs}) == 1
 
 
@@ -210,7 +212,7 @@ def _ring(layer: ModelLayer, block_size: int, page: int, window: int, one_size: 
 
 
 def _groups(specs: Sequence[Spec]) -> list[list[Spec]]:
-    """Layers that share a block table: `get_kv_cache_groups`."""
+    """Groups of layers that share a block table: `get_kv_cache_groups`."""
     if _is_uniform(specs):
         return [list(specs)]
     rings = [spec for spec in specs if spec.kind == "ring"]
@@ -238,7 +240,7 @@ def _with_page(spec: Spec, page: int) -> Spec:
 
 
 def packed_pages(model: Model, dtype: str, serving: Serving) -> list[Pages]:
-    """Sizes of a packed dtype's pages where layers of several kinds share a pool, for `refuse`; empty: they do not."""
+    """Sizes of a packed dtype's pages for `refuse`, where layers of several kinds share a pool; empty: they do not."""
     return _packed_pages(model, dtype, _groups(_specs(model, dtype, serving)))
 
 

@@ -2,9 +2,9 @@
 
 Memory is what `nvidia-smi` reports, below what a datasheet calls GB: H200 in benchmarks/results/machine.txt, the others
 of Hopper, Ampere and Ada as listed at https://thundergolfer.com/blog/nvidia-gpu-memory-capacity, H20, Blackwell
-and GeForce from reports of `nvidia-smi`; GB10 shares its host's memory, of which PyTorch reports this. Bandwidth is
-the peak of NVIDIA's datasheets, compute capability as at https://developer.nvidia.com/cuda-gpus. SMs, boost clocks and
-rates of tensor cores are from NVIDIA's datasheets and white papers; only docs/lab/cards.md is made from them.
+and GeForce from reports of `nvidia-smi`; GB10 shares its host's memory; the figure is what PyTorch reports. Bandwidth
+is the peak of NVIDIA's datasheets, compute capability as at https://developer.nvidia.com/cuda-gpus. SMs, boost clocks
+and rates of tensor cores are from NVIDIA's datasheets and white papers; only docs/lab/cards.md is made from them.
 """
 
 from __future__ import annotations
@@ -19,10 +19,11 @@ MIB = 1 << 20
 
 @dataclass(frozen=True)
 class Card:
-    """`memory` in bytes; `bandwidth` in bytes a second, 0: not known; `capability`: None: not known.
+    """`memory` in bytes; `bandwidth` in bytes a second, 0: not known; `capability`: compute capability, None: not
+    known.
 
-    `sms`, `clock` (Hz), `products`: SMs, their boost clock, and multiplications of fp16 numbers a cycle of an SM's
-    tensor cores, with sums in fp32; 0: not needed so far.
+    `sms`, `clock` (Hz), `products`: SMs, their boost clock, and fp16 multiplications per cycle of an SM's tensor cores,
+    with fp32 sums; 0: not needed so far.
     """
 
     name: str
@@ -40,7 +41,7 @@ class Card:
 
     @property
     def bytes_per_cycle(self) -> float:
-        """Bytes that memory brings an SM in a cycle, at the peak of both; `sms` and `clock` must be known."""
+        """Bytes that memory delivers per SM and cycle, at the peak of both; `sms` and `clock` must be known."""
         return self.bandwidth / self.sms / self.clock
 
 
@@ -49,7 +50,7 @@ SMS = {
     "A100-40GB": (108, 1.41e9, 1024), "A10": (72, 1.695e9, 512), "RTX-3090": (82, 1.695e9, 256),
     "L4": (58, 2.04e9, 512), "L40S": (142, 2.52e9, 512), "RTX-4090": (128, 2.52e9, 256),
 }  # fmt: skip
-"""Card -> `sms`, `clock` and `products`. GeForce sums in fp32 at half the rate of the same chip's other cards."""
+"""Card -> `sms`, `clock` and `products`. GeForce cards sum in fp32 at half the rate of the same chip's other cards."""
 
 CARDS = {
     name: Card(name, mib * MIB, bandwidth * 1e12, capability, *SMS.get(name, ()))
@@ -75,7 +76,7 @@ CARDS = {
 
 
 OTHER_FORMS = {"MIG", "LAPTOP", "NVL", "D", "SUPER", "TI", "MAX"}
-"""Words in a driver's name for a card that say that it is not the one of the table."""
+"""Words in a driver's card name that mean another card than the table's."""
 ALIASES = {
     "A100": "A100-80GB", "H100-80GB": "H100", "H100-SXM": "H100", "3090": "RTX-3090", "4090": "RTX-4090",
     "5090": "RTX-5090", "PRO-6000": "RTX-PRO-6000", "DGX-Spark": "GB10",
@@ -83,7 +84,7 @@ ALIASES = {
 
 
 def find(name: str) -> Card:
-    """A card by its name, whatever its case, blanks and dashes. Raises BadInput."""
+    """A card by its name, ignoring case, blanks and dashes. Raises BadInput."""
     names = {_letters(known): known for known in CARDS} | {_letters(alias): known for alias, known in ALIASES.items()}
     wanted = names.get(_letters(name))
     if wanted is None:
@@ -94,8 +95,8 @@ def find(name: str) -> Card:
 
 
 def of_device(name: str) -> Card | None:
-    """Return the card that a driver calls `name`, such as "NVIDIA H100 80GB HBM3"; None: it is in no table, or is a
-    part or a form of a card with another memory."""
+    """Return the card that a driver calls `name`, such as "NVIDIA H100 80GB HBM3"; None: it is not in the table, or is
+    a part or a variant of a card with another memory."""
     words = set(re.findall(r"[A-Z0-9]+", name.upper()))
     if words & OTHER_FORMS:
         return None

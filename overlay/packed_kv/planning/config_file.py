@@ -13,7 +13,7 @@ from ..model.config_defaults import Config
 from ..model.config_fields import BadInput
 
 QUANTIZATION = "hf_quant_config.json"
-"""File of Model-Optimizer, which vLLM reads where config.json has no quantization_config."""
+"""Model-Optimizer's file, which vLLM reads where config.json has no quantization_config."""
 LONGEST_NAME = 1024
 """Characters of a path or of an id of the Hugging Face Hub."""
 GGUF, ORIGINAL = ".gguf", "give the Hugging Face model that it was made from"
@@ -23,7 +23,7 @@ PATIENCE = 5.0
 
 def load(source: str) -> tuple[Config, Path | None]:
     """The config of a folder, of a config.json or of an id of the Hugging Face Hub, and the folder where it lies; with
-    a quantization_config from the file beside it that vLLM would read. Raises BadInput.
+    a quantization_config from Model-Optimizer's file where vLLM would read it. Raises BadInput.
     """
     if not source or len(source) > LONGEST_NAME or not source.isprintable():
         raise BadInput(f"{printable(source, 60)} is not a model name; give a folder, a config.json or an id of the Hub")
@@ -57,7 +57,7 @@ def load(source: str) -> tuple[Config, Path | None]:
 
 
 def _other_model(folder: Path) -> str:
-    """Say what a folder without config.json holds instead, and what to give."""
+    """Say what a folder without config.json holds instead, and what to pass."""
     adapter = folder / "adapter_config.json"
     if adapter.is_file():
         try:
@@ -75,7 +75,7 @@ def _other_model(folder: Path) -> str:
 
 
 def model_name(source: str) -> str:
-    """Name of a model that `load` has read: of its folder, whatever that links to, or its id on the Hub."""
+    """Name of a model that `load` has read: its folder's name, with links resolved, or its id on the Hub."""
     path = Path(os.path.expanduser(source))
     if not path.exists():
         return source
@@ -84,7 +84,8 @@ def model_name(source: str) -> str:
 
 
 def _from_hub(name: str) -> tuple[Path, bool]:
-    """Return the config.json of an id, and whether the Hub answers; else it was fetched before. Raises BadInput."""
+    """Return the config.json of an id, and whether the Hub answers; if not, the file was fetched earlier. Raises
+    BadInput."""
     what = f"{name} is neither a folder nor a file"
     if name.count("/") > 1 or name.startswith((".", "/", "~")):
         raise BadInput(f"{what}; give the folder of a model, its config.json, or an id of the Hugging Face Hub")
@@ -93,7 +94,7 @@ def _from_hub(name: str) -> tuple[Path, bool]:
         from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError, RepositoryNotFoundError
     except ModuleNotFoundError as error:
         raise BadInput(f"{what}; to look on the Hugging Face Hub: pip install huggingface_hub") from error
-    answers = _answers()  # else each of the library's five retries waits
+    answers = _answers()  # otherwise the library waits in each of five retries
     try:
         return Path(hf_hub_download(name, "config.json", local_files_only=not answers)), answers
     except (OSError, ValueError) as error:
@@ -110,7 +111,7 @@ def _from_hub(name: str) -> tuple[Path, bool]:
 
 
 def _quantization_from_hub(name: str, answers: bool) -> Path | None:
-    """The file of Model-Optimizer beside a config.json that was fetched; None: there is none, or none is to be had."""
+    """Model-Optimizer's file beside a fetched config.json; None: there is none, or it cannot be fetched."""
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import EntryNotFoundError
 
@@ -131,7 +132,7 @@ def _answers() -> bool:
     except HTTPError:
         return True
     except URLError as error:
-        return isinstance(error.reason, ssl.SSLError)  # the library may know other certificates
+        return isinstance(error.reason, ssl.SSLError)  # the library may use other certificates
     except OSError:
         return False
     return True

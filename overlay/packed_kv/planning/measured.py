@@ -5,7 +5,7 @@ and the estimate of a decode step that they give.
     reading = weights / rate of bf16 + KV / rate of the dtype                        bytes of one rank
     collectives = 2 a layer, each `collective`, where there are several ranks
 
-A rate is a measured share of a card's peak bandwidth (`rate`); `fixed` and `request` are what a step takes beside
+A rate is a measured share of a card's peak bandwidth (`rate`); `fixed` and `request` are a step's time besides
 reading: launches, sampling, the host; and arithmetic, which ranks share.
 """
 
@@ -26,7 +26,7 @@ STEP, KL, RECALL = MEASURED["step"], MEASURED["kl"], MEASURED["recall"]
 
 
 def kl(dtype: str, has_window: bool, calibrated: bool, rope_bits: int | None = None) -> float | None:
-    """Mean KL to bf16 in units of what fp8's rounding costs; None: not measured. `rope_bits`: bits of a latent's RoPE
+    """Mean KL to bf16 in units of the KL of fp8's rounding; None: not measured. `rope_bits`: bits of a latent's RoPE
     channels; None for keys and values."""
     window = "window" if has_window else "no_window"
     table = KL[window] if rope_bits is None else KL["latents"][window][str(rope_bits)]
@@ -34,15 +34,15 @@ def kl(dtype: str, has_window: bool, calibrated: bool, rope_bits: int | None = N
 
 
 def recall(dtype: str, has_window: bool, calibrated: bool, rope_bits: int | None = None) -> int | None:
-    """Percent of the planted numbers that bf16 answers which a dtype answers, too. None where it was not measured:
-    without a window, and for latents. Takes the arguments of `kl`."""
+    """Percent of the planted numbers answered by bf16 that a dtype also answers. None: not measured, as without a
+    window and for latents. Takes the arguments of `kl`."""
     if rope_bits is not None or (dtype in FORMATS and not has_window):
         return None
     return RECALL["calibrated" if calibrated else "uncalibrated"].get(dtype)
 
 
 def rate(dtype: str, card: Card) -> float:
-    """Bytes a second at which a decode reads pages of a dtype (`DENSE`: weights, too).
+    """Bytes per second at which a decode reads pages of a dtype (`DENSE`: also weights).
 
     A dtype has its share of the card's bandwidth. Only the H100's steps were measured, too: it has the H200's SMs,
     and instructions bound the narrow dtypes, so it is taken to read as many bytes as the H200, up to
@@ -59,7 +59,7 @@ def is_measured_h100(card: Card) -> bool:
 
 
 def step_seconds(model: Model, dtype: str, serving: Serving, weights: Weights, requests: int, card: Card) -> float:
-    """A decode step of `requests` requests, each of `serving.context` tokens, on such cards."""
+    """Time of a decode step of `requests` requests, each of `serving.context` tokens, on such cards."""
     seconds = weights.read(requests) / model.ranks / rate(DENSE, card)
     window, _ = recent_window(model, dtype, serving)
     for layer in model.layers:

@@ -1,4 +1,4 @@
-"""Linear layers of a model with their numbers, by their names in checkpoints, from its config."""
+"""Linear layers of a model, with their names in checkpoints and their numbers of weights, from its config."""
 
 from __future__ import annotations
 
@@ -32,8 +32,9 @@ SHARED = ("shared_expert", "shared_experts", "shared_mlp")
 
 @dataclass(frozen=True)
 class Module:
-    """A linear layer, or an MLP's matrix of all experts. `names`: those that checkpoints of several families have for
-    it. `numbers`: of its weights; `runs`: of its layer per token; `is_routed`: of experts, of which a token reads some.
+    """A linear layer, or one matrix of an MLP for all experts. `names`: its names in checkpoints of several families.
+    `numbers`: count of its weights; `runs`: runs of its layer per token; `is_routed`: it belongs to experts, and a
+    token reads only some of these.
     """
 
     names: tuple[str, ...]
@@ -63,7 +64,7 @@ def _names(layer: int, blocks: tuple[str, ...], projections: tuple[str, ...]) ->
 
 
 def _attention(model: Model, layer: ModelLayer) -> list[tuple[tuple[str, ...], float]]:
-    """Names of the projections of an attention layer, and their numbers."""
+    """Names of an attention layer's projections, and their numbers of weights."""
     hidden, heads = model.config["hidden_size"], model.query_heads(layer)
     if layer.rope_size:
         return _latents(model.config, layer, heads)
@@ -91,7 +92,7 @@ def _latents(config: Config, layer: ModelLayer, heads: int) -> list[tuple[tuple[
 
 
 def _state(config: Config, hidden: int) -> list[tuple[tuple[str, ...], float]]:
-    """Projections into a state layer and out of it; the rest of it is small."""
+    """Projections into and out of a state layer; its other weights are few."""
     into, out = ("in_proj", "in_proj_qkvz", "in_proj_qkv", "q_proj"), ("out_proj", "o_proj")
     if "linear_num_value_heads" in config:
         keys, values = delta_net_channels(config)
@@ -112,7 +113,7 @@ def _state(config: Config, hidden: int) -> list[tuple[tuple[str, ...], float]]:
 
 
 def _mlp(config: Config, number: int, hidden: int, runs: int) -> Iterator[Module]:
-    """Matrices of a layer's MLP: those that every token reads, and those of the routed experts."""
+    """Matrices of a layer's MLP: matrices that every token reads, and the routed experts'."""
     pattern, layers = layer_letters(config), config["num_hidden_layers"]
     if pattern and pattern[number] not in "-E":
         return

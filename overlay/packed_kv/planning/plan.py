@@ -20,12 +20,12 @@ from .weights import Weights
 
 GIB = 1 << 30
 WORTH_SAYING = 0.95
-"""Share of bf16's step from which on a faster one is not named."""
+"""Share of bf16's step time above which a faster dtype is not mentioned."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """One dtype. Bytes are those of one rank; `step_ms` is of `requests_in_step` requests of the context.
+    """One dtype. Bytes are on one rank; `step_ms` is for `requests_in_step` requests of the context.
 
     `kl`, `kl_uncalibrated`: in units of fp8's rounding; `recall`, `recall_uncalibrated`: percent; None: not measured.
     `refused`: why the engine would not start.
@@ -96,7 +96,7 @@ def _row(demand: Demand, dtype: str, users: int) -> Row:
 
 
 def recommend(demand: Demand, rows: list[Row]) -> str:
-    """A dtype for the demand and the reason, in one sentence."""
+    """Recommend a dtype for the demand, with the reason, in one sentence."""
     started = {row.dtype: row for row in rows if not row.refused}
     if not any(row.requests for row in started.values()):
         context = f"{demand.serving.context:,} tokens"
@@ -105,7 +105,8 @@ def recommend(demand: Demand, rows: list[Row]) -> str:
 
 
 def _most_room(demand: Demand, rows: dict[str, Row]) -> str:
-    """bf16 where it holds what vLLM serves at once; else what holds most, if it costs no more than fp8's rounding."""
+    """Recommend bf16 if it holds all requests that vLLM serves at once; else the dtype that holds most and costs no
+    more than fp8's rounding."""
     at_once, held = demand.card.served_at_once, rows[DENSE].requests
     if held >= at_once:
         return (
@@ -123,7 +124,7 @@ def _most_room(demand: Demand, rows: dict[str, Row]) -> str:
 
 
 def _least_loss(demand: Demand, rows: dict[str, Row], users: int) -> str:
-    """The dtype of least loss that holds so many requests."""
+    """Recommend the dtype with the least loss that holds this many requests."""
     dense, wanted = rows[DENSE], f"{users} requests of {demand.serving.context:,} tokens"
     enough = [row for row in rows.values() if row.requests >= users]
     if not enough:
@@ -147,12 +148,12 @@ def _least_loss(demand: Demand, rows: dict[str, Row], users: int) -> str:
 
 
 def _cost(row: Row) -> float:
-    """KL to compare by; of what nobody has measured, more than any."""
+    """KL to compare dtypes by; without a measurement, a number above any."""
     return math.inf if row.kl is None else row.kl
 
 
 def assumptions(demand: Demand, said: list[str]) -> list[str]:
-    """Lines under the table: values that were read, and assumptions. `said`: those of the arguments."""
+    """Lines under the table: values that were read, and assumptions. `said`: lines about the arguments."""
     model, serving = demand.model, demand.serving
     window, reason = recent_window(model, next(iter(FORMATS)), serving)
     lines = [
@@ -204,8 +205,8 @@ def assumptions(demand: Demand, said: list[str]) -> list[str]:
 
 
 def decodes(model: Model, card: Card) -> str:
-    """Name the kernel of a packed dtype's decodes, and the most new tokens of a request that it takes: in CUDA graphs,
-    the layer that takes the fewest decides."""
+    """Name the kernel of a packed dtype's decodes, and the most new tokens of a request that it serves. With CUDA
+    graphs, the layer with the smallest limit decides."""
     engine = Engine("cuda", card.capability, requests=card.served_at_once, is_here=False)
     served = []
     for layer in model.attention:

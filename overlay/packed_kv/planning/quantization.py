@@ -1,7 +1,7 @@
 """Bits of a number in each linear layer, by a config's `quantization_config`, as vLLM's quantization layers read it.
 
-Each method becomes rules over the names of layers, of which the first that fits counts. What is not understood is
-refused by name, as a figure could be wrong by a factor of four.
+Each method becomes rules over layer names; the first matching rule counts. Unknown settings are refused by name, as a
+figure could be wrong by a factor of four.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ SKIPPED = ("modules_to_not_convert", "ignored_layers", "ignore", "exclude", "exc
            "llm_int8_skip_modules")  # fmt: skip
 """Fields that list layers which stay as they are."""
 MOST_STARS = 4
-"""Repetitions in an expression over names; one with more could take minutes."""
+"""Most repetitions in an expression over names; with more, a search could take minutes."""
 
 
 class NotKnown(BadInput):
@@ -93,7 +93,8 @@ class Rule:
 
 @dataclass(frozen=True)
 class Scheme:
-    """`method`: its name, "": none. `rules`: the first that fits a layer has its bits; `default`: those of others."""
+    """`method`: its name, "": none. `rules`: the first rule that matches a layer has its bits; `default`: bits of other
+    layers."""
 
     method: str
     rules: tuple[Rule, ...]
@@ -106,7 +107,7 @@ class Scheme:
 
 
 def scheme_of(quantization: Config) -> Scheme:
-    """The scheme of a `quantization_config`, {}: of a model without one. Raises BadInput: NotKnown, or bad fields."""
+    """The scheme of a `quantization_config`; {}: the model has none. Raises BadInput: NotKnown, or bad fields."""
     if not quantization:
         return Scheme("", ())
     method = word(quantization, "quant_method").lower()
@@ -149,7 +150,8 @@ def _known(bits: int, method: str) -> int:
 
 
 def _compressed_tensors(quantization: Config, skipped: tuple[Rule, ...]) -> Scheme:
-    """Groups of layers with weights; `Linear` is the class of all. Groups of attention alone are the KV cache's."""
+    """Groups of layers with weights; `Linear` is the class of all linear layers. Groups of attention alone are about
+    the KV cache."""
     groups, rules, default = nested(quantization, "config_groups"), list(skipped), PLAIN
     for name in groups:
         group = nested(groups, name)
@@ -192,7 +194,7 @@ def _quark(quantization: Config, skipped: tuple[Rule, ...]) -> Scheme:
 
 
 def _quark_bits(layer: Config) -> int:
-    """Bits by Quark's settings of a layer; of a list of roundings, one after the other, nothing is known."""
+    """Bits by Quark's settings of a layer; a list of successive roundings is not supported."""
     weight = layer.get("weight")
     if weight is None:
         return PLAIN

@@ -39,6 +39,6 @@ def _cells(row: Row) -> tuple[str, ...]:
 
 
 def _both(calibrated: float | None, without: float | None, show: Callable[[float], str]) -> str:
-    """A figure with a calibration file and, in brackets, without one where that differs."""
+    """A figure with a calibration file; where the figure without one differs, it follows in brackets."""
     shown = ["-" if value is None else show(value) for value in (calibrated, without)]
     return shown[0] if calibrated == without else f"{shown[0]} ({shown[1]})"

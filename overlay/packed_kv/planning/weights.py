@@ -14,17 +14,18 @@ from .modules import experts, experts_per_token, modules
 from .quantization import PLAIN, NotKnown, Rule, Scheme, scheme_of
 
 BITS = {"bf16": 16.0, "fp8": 8.0, "int8": 8.0, "int4": 4.25}
-"""`--weights` -> bits of a number in a linear layer; of 4 bits, groups of 64 share a scale of 16."""
+"""`--weights` -> bits per number in a linear layer; with 4 bits, groups of 64 share a 16-bit scale."""
 INDEX = "model.safetensors.index.json"
 LARGEST = 1 << 50
-"""Bytes of weights that an index may name."""
+"""The most bytes of weights that an index may name."""
 
 
 @dataclass(frozen=True)
 class Weights:
-    """Bytes of the whole model, of what every token reads of it and of all experts, of which a token reads a share.
+    """Bytes of the whole model, of the weights that every token reads, and of all experts, of which a token reads a
+    share.
 
-    `source`: where they are from, in words. `again`: of `dense`, bytes that layers read which run more than once.
+    `source`: where they are from, in words. `again`: bytes of `dense` read again by layers that run more than once.
     """
 
     total: float
@@ -40,9 +41,9 @@ class Weights:
 
 
 def weights(model: Model, form: str | float | None, folder: Path | None) -> Weights:
-    """Weights of a model in a form of `BITS`, or of a number of bytes; None: as its config and its folder say.
+    """Weights of a model. form: one of `BITS`, or a number of bytes; None: from the model's config and folder.
 
-    Raises BadInput for a quantization whose bits are not known, where neither `form` nor an index tells the bytes.
+    Raises BadInput for a quantization of unknown bits, where neither `form` nor an index gives the bytes.
     """
     count = parameters(model)
     share = min(1.0, experts_per_token(model.config) / max(1, experts(model.config)))
@@ -58,7 +59,7 @@ def weights(model: Model, form: str | float | None, folder: Path | None) -> Weig
                 raise
             linear, again, routed, said = *(MODEL_BYTES * number for number in count[:3]), ""
     table = count.vocabulary * MODEL_BYTES
-    dense = linear + table  # of an input embedding a step reads a few rows
+    dense = linear + table  # a step reads only a few rows of an input embedding
     total = dense + routed + (0 if _ties(model) else table)
     if known is not None:
         scale = known / total
@@ -68,8 +69,8 @@ def weights(model: Model, form: str | float | None, folder: Path | None) -> Weig
 
 
 class Parameters(NamedTuple):
-    """Numbers in linear layers that every token reads, of these in layers that run again, each time counted, in
-    experts, and in an embedding or output layer."""
+    """Counts of numbers: in linear layers that every token reads; among these, in layers that run again (counted each
+    time); in experts; and in an embedding or output layer."""
 
     linear: float
     again: float
@@ -97,8 +98,8 @@ def _ties(model: Model) -> bool:
 
 
 def _stored(model: Model, scheme: Scheme) -> tuple[float, float, float, str]:
-    """Bytes of linear layers, of these that are read again and of experts, and the scheme in words. Raises NotKnown
-    where the scheme names layers that are not among the model's, and leaves some of these out."""
+    """Bytes of linear layers, of the part that is read again, and of experts, and the scheme in words. Raises NotKnown
+    where the scheme names layers that the model lacks, and leaves out some that it has."""
     linear = again = routed = 0.0
     numbers: dict[int, float] = {}
     used: list[Rule | None] = []
@@ -126,9 +127,10 @@ def _in_words(scheme: Scheme, numbers: dict[int, float]) -> str:
 
 
 def _known(model: Model, form: str | float | None, folder: Path | None, count: Parameters) -> tuple[float | None, str]:
-    """Bytes on the cards as given or as a folder's index says, and which; None: neither does. Raises BadInput.
+    """Bytes on the cards, as given or from a folder's index, and which of both; None: neither is there. Raises
+    BadInput.
 
-    Of a model that is not quantized, vLLM keeps `MODEL_BYTES` a number, whatever lies on the disk.
+    For a model that is not quantized, vLLM keeps `MODEL_BYTES` per number, whatever the files have.
     """
     if isinstance(form, (int, float)):
         return form, "as given"

@@ -1,1 +1,1 @@
-"""Attention in PyTorch, fp32: the reference of the kernels, and what serves where there is none."""
+"""Attention in PyTorch, fp32: the reference of the kernels, and the fallback where there is no kernel."""

@@ -18,7 +18,7 @@ from .context_shard import UNSHARDED, ContextShard
 KV_TILE = 1024
 """Tokens of a request dequantised at a time: at 8 KV heads of 128 channels, 8 MB of K and V in fp32."""
 MAX_SCORES = 1 << 24
-"""Scores held at a time (64 MB in fp32); query rows beyond that wait for their turn on the same tile."""
+"""Scores held at a time (64 MB in fp32); further query rows follow on the same tile."""
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class AttentionOptions:
     """Options of a layer's attention: score scale, sliding window (tokens, the query's own
     included, or None), logits soft cap (or None) and attention sinks (or None).
 
-    `sinks`: a parameter of the layer, float [query heads]: of each, the score of one more key, neither scaled nor
+    `sinks`: a parameter of the layer, float [query heads]: each head's score of one more key, neither scaled nor
     capped, whose value is 0. Loaded after the layer is made, so it is read at each step.
     """
 
@@ -38,10 +38,10 @@ class AttentionOptions:
 
 @dataclass(frozen=True)
 class RecentVectors:
-    """K and V of a request's newest tokens, from token `first` to its last, as its ring has them or will have them.
+    """K and V of a request's newest tokens, from token `first` to its last, in the ring's precision.
 
-    `key`, `value`: fp32 [KV heads, tokens, head_dim], rotated, with their means. A query reads up to `window`
-    tokens here, its own included, and those before them from the pages.
+    `key`, `value`: fp32 [KV heads, tokens, head_dim], rotated, with their means. A query reads up to `window` tokens
+    here, its own included, and earlier tokens from the pages.
     """
 
     first: int
@@ -60,8 +60,8 @@ def attend(
     recent: RecentVectors | None = None,
     shard: ContextShard = UNSHARDED,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Causal attention of one request's newest tokens over those of its cached tokens, the newest included, that are in
-    this rank's shard.
+    """Causal attention of one request's newest tokens over its cached tokens, the newest included, as far as they are
+    in this rank's shard.
 
     Args:
         codec: of this layer.
@@ -70,12 +70,12 @@ def attend(
         seq_len: tokens of the request, on whatever rank.
         query: float [tokens, query heads, head_dim], at positions seq_len - tokens .. seq_len - 1.
         options: see `AttentionOptions`.
-        recent: read instead of the pages by the queries near enough; None: nothing is.
+        recent: read instead of the pages by queries near enough; None: all read the pages.
         shard: what is in this rank's pages.
 
     Returns:
-        float32 [tokens, query heads, value_dim], 0 of a query that sees nothing of the shard; the lse of the
-        scores, sinks included, float32 [tokens, query heads]: -inf of such a query.
+        float32 [tokens, query heads, value_dim], 0 for a query that sees no token of the shard; and the lse of the
+        scores, sinks included, float32 [tokens, query heads], -inf for such a query.
     """
     tokens, query_heads, head_dim = query.shape
     kv_heads, block_size = cache.shape[1:3]
@@ -95,7 +95,7 @@ def attend(
         kv_positions = shard.position(torch.arange(start, start + MICRO_BLOCK * len(token_ids), device=query.device))
         key, value = (x[:, : end - start] for x in codec.read(cache, micro_blocks, kv_positions))
         kv_positions = kv_positions[: end - start]
-        # The rows that see this tile: not before its start, not a window past its end.
+        # The rows that see this tile: none before its start, none more than a window past its end.
         first = max(0, shard.position(start) - (seq_len - tokens))
         last = min(tokens, shard.position(end - 1) + sliding_window - (seq_len - tokens))
         for row in range(first, last, rows_at_once):
@@ -148,7 +148,7 @@ class _OnlineSoftmax:
         self.output[:, part] = self.output[:, part] * shrink.unsqueeze(-1) + added
 
     def add_sinks(self, scores: torch.Tensor) -> None:
-        """Add the score of a key without a value, [KV heads, tokens or 1, group]; each row has seen another."""
+        """Add the score of a key without a value, [KV heads, tokens or 1, group]; each row has already seen a key."""
         new = torch.maximum(self.maximum, scores)
         shrink = torch.exp(self.maximum - new)
         self.maximum = new

@@ -10,11 +10,11 @@ from ..layout import MICRO_BLOCK
 
 
 def page_lens(query_start: torch.Tensor, seq_lens: torch.Tensor, first: torch.Tensor, window: int) -> torch.Tensor:
-    """Tokens of decodes that their last query reads in latents' pages; each query before it reads one less. It reads
-    those from there on in the ring, its own included: up to `window`.
+    """Tokens of decodes that their last query reads in latents' pages; each query before it reads one less. Later
+    tokens, its own included, are read in the ring: up to `window`.
 
-    The reference of `kernels.triton.latent_ring.split_lens`. Behind the first token of a ring that lacks some of the
-    window, drafts read as many in pages as there are tokens before them.
+    The reference of `kernels.triton.latent_ring.split_lens`. Where a ring lacks part of the window, the first query
+    token reads in pages all tokens before the ring's first one, and each further query token one more.
 
     Args:
         query_start: int32 [requests + 1].
@@ -74,7 +74,8 @@ def attend(
         block_table: int [requests, blocks].
         query_start: int32 [requests + 1]; request i has query tokens query_start[i] to query_start[i + 1].
         seq_lens: int32 [requests], tokens in the cache, of each request.
-        q_latent, q_rope: float [tokens, heads, rank], which meets stored latents, and [tokens, heads, rope_dim].
+        q_latent, q_rope: float [tokens, heads, rank], to be multiplied with stored latents, and [tokens, heads,
+            rope_dim].
         scale: of scores.
         constant: fp32 [rank], added to each result, or None.
         ring: of the requests' recent tokens, read there and not in the pages (`page_lens`); None: there is none.

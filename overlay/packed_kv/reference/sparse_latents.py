@@ -1,8 +1,8 @@
 """Sparse attention over latents in PyTorch: each query token reads the tokens that were picked for it.
 
 A pick is a position in the query's request, or negative: none. A prompt's picks are of two kinds: tokens before the
-chunk, read from latent rows, and those of the chunk itself, read as the model has them. V's gain is in `W_UV` for codes
-alone, so attention over each kind is apart, and `merge` combines them by their lse. Where heads have sinks,
+chunk, read from latent rows, and tokens of the chunk, read as the model has them. V's gain in `W_UV` is meant for codes
+alone, so each kind has its own attention, and `merge` combines both by their lse. Where heads have sinks,
 `share_with_sinks` follows.
 """
 
@@ -36,8 +36,8 @@ def gather_tokens(
 
 
 def count_picks(requests: torch.Tensor, query_start: torch.Tensor, seq_lens: torch.Tensor, picks: int) -> torch.Tensor:
-    """Return a bound behind which a query token has no picks, int32 [tokens]: as many as there are tokens up to itself,
-    at most `picks`; 0 for padding.
+    """Return for each query token an index from which on it has no picks, int32 [tokens]: as many as there are tokens
+    up to itself, at most `picks`; 0 for padding.
 
     Args:
         requests: int [tokens], request of each query token; of padding any.
@@ -86,7 +86,7 @@ def split_picks(
     Args:
         picks: int32 [tokens, picks], positions in requests; negative: none.
         first_own: int32 [tokens], first position of the request's chunk.
-        stored_offset, own_offset: int32 [tokens], what makes a position a row.
+        stored_offset, own_offset: int32 [tokens], added to a position to get a row.
     """
     own = picks >= first_own[:, None]
     found = []
@@ -127,11 +127,11 @@ def share_with_sinks(
     e^lse / (e^lse + e^sink), fp32 [tokens, heads, rank].
 
     Args:
-        output: float [tokens, heads, rank], what weights of sum 1 give, the constant included.
+        output: float [tokens, heads, rank], the result with weights of sum 1, the constant included.
         lse: fp32 [tokens, heads], natural, of the scores of stored latents.
         sinks: float [heads], scores of the sinks, neither scaled nor centred.
-        lacking: fp32 [tokens, heads], what all scores of stored latents lack of the true ones, as latents are stored
-            less their mean; None: nothing.
+        lacking: fp32 [tokens, heads], true scores minus scores of stored latents, from which the mean is subtracted;
+            None: 0.
     """
     whole = lse if lacking is None else lse + lacking
     return output.float() * torch.sigmoid(whole.clamp_min(-1e30) - sinks.float())[..., None]

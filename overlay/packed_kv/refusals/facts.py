@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, TypeVar
 
 class Connector(NamedTuple):
     """A KV connector: its name, with its module's path in front if one is given, and its `kv_connector_extra_config`;
-    what is changed there, vLLM sees."""
+    vLLM sees changes to it."""
 
     name: str
     options: dict[str, Any]
@@ -26,7 +26,7 @@ class Engine(Record):
     """An engine's device and options.
 
     capability: compute capability of the GPU.
-    connector, connectors: its KV connector, and the same or those within a MultiConnector.
+    connector, connectors: its KV connector, and a list: that connector or, for a MultiConnector, its parts.
     has_lora, has_fast_prefill: `--enable-lora`, `--kv-sharing-fast-prefill`.
     has_micro_batches: `--enable-dbo` or `--ubatch-size`.
     """
@@ -42,7 +42,7 @@ class Engine(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class Given(Record):
-    """Options of `--additional-config` that are given, and whether the model has a use for them.
+    """Options of `--additional-config` that are given, and whether they apply to the model.
 
     not_cuda: why the CUDA kernel does not serve a layer, or "".
     is_fp32: the model computes in float32.
@@ -62,7 +62,7 @@ class Parallel(Record):
 
     dcp, dcp_backend: `--decode-context-parallel-size`, `--dcp-comm-backend`.
     dcp_run: tokens in a row of a rank, `--cp-kv-cache-interleave-size`.
-    has_own_queries: each rank computes the queries of all, `--dcp-q-replicate`.
+    has_own_queries: each rank computes the queries of all ranks, `--dcp-q-replicate`.
     has_mean_blocks: a calibration file has means of keys by position, in blocks that ranks may cut.
     pipeline, pcp: `--pipeline-parallel-size`, `--prefill-context-parallel-size`.
     """
@@ -81,7 +81,7 @@ class Cache(Record):
     """An engine's KV cache.
 
     block_size: `--block-size`, where it is given.
-    auto: the dtype that `--kv-cache-dtype auto` would be by the checkpoint; "": the model's own.
+    auto: the dtype that the checkpoint gives `--kv-cache-dtype auto`; "": the model's own.
     skip_layers: `--kv-cache-dtype-skip-layers`.
     layer_numbers, slides: numbers of the layers with a KV cache; some of these have a sliding window.
     has_other_dtypes: layers, or a draft's, have another KV-cache dtype.
@@ -118,11 +118,11 @@ class Drafts(Record):
 class Vllm(Record):
     """Abilities of the vLLM that is installed.
 
-    version_without_latents: its version, if its latent attention has not what packed pages need.
+    version_without_latents: its version, if its latent attention lacks features that packed pages need.
     version_without_rows: the same of sparse attention over latents, on CUDA.
     groups_stay: a spec can keep its cache group from KV connectors.
     states_fit: blocks beside state layers are sized by latents as they are stored.
-    backend_reasons: what it says against the backend.
+    backend_reasons: vLLM's objections to the backend.
     """
 
     version_without_latents: str | None = None
@@ -174,7 +174,7 @@ class Latents(Record):
     is_mla, is_sparse: it has latent attention, and layers that read picked tokens.
     has_dense_layers: of a model with attention sinks, some layers read all tokens.
     rank, rope_size: channels of a latent vector, and of RoPE beside it.
-    size, built_size: both together, and those that its backend was made for.
+    size, built_size: the sum of both, and the sum that its backend was made for.
     layer_class: class of a layer that is none of vLLM's `MLAAttention`.
     """
 
@@ -192,11 +192,11 @@ class Latents(Record):
 class Layer(Record):
     """A layer and its heads.
 
-    name: what to call it, where its backend, its size of V or the cache that it reads is wrong.
+    name: its name in messages about its backend, its size of V or the cache that it reads.
     own_backend: name of the backend that the model chose for it.
     options: arguments that no implementation here knows.
     has_output_scale: its output is to be quantized.
-    value_size, built_value_size: V's head size, and the one that its implementation was told.
+    value_size, built_value_size: V's head size, and the head size that its implementation was given.
     """
 
     name: str | None = None
@@ -213,7 +213,7 @@ class Layer(Record):
 class Pages(Record):
     """Pages that a layer reads.
 
-    kind: class of its KV-cache spec, where packed pages do not serve such.
+    kind: class of its KV-cache spec, where packed pages do not serve this class.
     size: bytes of a packed page, and bytes of it that are used.
     skipped_dtype: its KV-cache dtype, where its backend is that of packed layers.
     owner: name of the layer whose cache it reads, in a draft; is_shared: it reads another's, in the model.
@@ -229,8 +229,8 @@ class Pages(Record):
 
 
 class Facts:
-    """Facts by subject. Of a subject without a record nothing is known; of several records of a subject, the last one
-    that knows a fact counts."""
+    """Facts by subject. A subject without a record is unknown; with several records of a subject, the last one that
+    knows a fact counts."""
 
     def __init__(self, *records: Record) -> None:
         self.records = records

@@ -1,5 +1,5 @@
-"""The ordered rules of what packed pages cannot serve, and those by which an engine has no recent window: `table.py`
-applies them. Imports no torch and no vLLM."""
+"""The ordered rules of what packed pages cannot serve, and the rules by which an engine has no recent window;
+`table.py` applies both. Imports no torch and no vLLM."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ AUTO = f"use {AUTO_OPTION} for this model"
 DRAFT_AUTO = 'add "kv_cache_dtype": "auto" to --speculative-config'
 """Remedy for a draft that packed pages cannot serve: the model keeps its dtype."""
 SPARSE_SIZES = (512, 64)
-"""Channels of latents and of their RoPE that sparse attention has: those of FlashMLA's kernel."""
+"""Channels of latents and of their RoPE in sparse attention, as FlashMLA's kernel has them."""
 SPARSE_CAPABILITIES = (9, 10)
 """Major compute capabilities of FlashMLA's kernel."""
 
@@ -42,7 +42,7 @@ CONNECTORS = (
     "NixlPushConnector",
     "DecodeBenchConnector",
 )
-"""KV connectors of vLLM that find pages by its block hashes, shake hands by its compatibility hash, or share none."""
+"""KV connectors of vLLM that find pages by vLLM's block hashes, compare its compatibility hash, or share no pages."""
 WINDOW_CONNECTORS = ("OffloadingConnector", "NixlConnector", "NixlPullConnector")
 """KV connectors that were seen to leave the recent window's blocks alone."""
 
@@ -50,9 +50,9 @@ WINDOW_CONNECTORS = ("OffloadingConnector", "NixlConnector", "NixlPullConnector"
 class Rule(NamedTuple):
     """One row.
 
-    `subject`: what cannot be served. `read`: what was read, in words; anything else refuses nothing. `source`: what it
-    is read from. `remedy`: what to do. `is_of_model`: a model's config.json tells it, so `plan` and `doctor` apply
-    the rule, too. `option`: the option of vLLM with which such a model is served nevertheless, or "".
+    `subject`: what cannot be served. `read`: returns what was read, in words; anything but words refuses nothing.
+    `source`: where it was read. `remedy`: what to do. `is_of_model`: a model's config.json tells it, so `plan` and
+    `doctor` apply the rule, too. `option`: the option of vLLM with which such a model is still served, or "".
     """
 
     subject: str
@@ -109,7 +109,7 @@ SLIDING = "sliding_window"
 
 
 def _names_no_layer(facts: Facts) -> str | None:
-    """vLLM compares the words with a layer's number as text, and says nothing of those that fit none."""
+    """vLLM compares the words with a layer's number as text, and ignores words that match no layer."""
     numbers = facts.cache.layer_numbers
     for written in facts.cache.skip_layers or ():
         shown = printable(repr(written), 60)
@@ -367,4 +367,4 @@ WINDOW_RULES: tuple[Rule, ...] = (
          and "its stages would lay out their pages differently with "
          + ("layers of another KV-cache dtype" if f.cache.has_other_dtypes else "a draft's layers")),
 )  # fmt: skip
-"""Rules by which an engine has no recent window; it serves without, and its log says so."""
+"""Rules by which an engine has no recent window; it serves without one, and its log says so."""

@@ -45,7 +45,8 @@ class Refusal(NamedTuple):
         return f"{name} cannot serve {self.rule.subject}: {self.read}; {self._remedy()}"
 
     def _remedy(self) -> str:
-        """The rule's; but where it gives up the dtype for a draft's sake, or `auto` is another one, what does not."""
+        """The rule's remedy; but where it would give up the dtype because of a draft, or `auto` means another dtype, a
+        remedy that does not."""
         facts, remedy = self.facts, self.rule.remedy
         if remedy == DRAFT_AUTO or (facts.drafts.is_draft and AUTO_OPTION in remedy):
             reason = no_window(Facts(*facts.records, Cache(has_other_dtypes=True)))
@@ -79,8 +80,8 @@ def _applied(rules: tuple[Rule, ...], facts: Facts) -> list[Refusal]:
 def refusals_of_model(
     config: Config, model: Model | None = None, vllm: str = "", capability: tuple[int, int] | None = None
 ) -> list[Refusal]:
-    """Refusals by a config.json of a model, of its layers if `model` has them, of a version of `vllm`, "": not known,
-    and of a GPU's compute capability, None: not known. Each rule refuses once. Raises BadInput."""
+    """Refusals by a model's config.json, its layers if `model` has them, the version of `vllm` ("": not known) and a
+    GPU's compute capability (None: not known). Each rule refuses once. Raises BadInput."""
     facts = facts_of_config(config)
     if capability:
         facts = Facts(*facts.records, Engine(platform="cuda", capability=capability))

@@ -1,8 +1,8 @@
 """The process of `packed-kv selftest` that loads vLLM: one line of JSON for each thing that happens.
 
 `{"machine": ...}` comes first, or `{"cannot": LINE}`; `{"begin": [dtype, kernel]}` before anything of a row is made or
-launched, so that a process that dies names what it died of; `{"timed": ...}`, the layer and batch that are timed and
-what a copy moves, when all rows are made, but not in a process that goes on behind another; `{"row": ...}` when the row
+launched, so that a process that dies has named the row; `{"timed": ...}`, the layer and batch that are timed and the
+rate of a copy, when all rows are made, but not in a process that continues another's rows; `{"row": ...}` when the row
 is done, `{"end": rows}` last.
 """
 
@@ -34,7 +34,7 @@ REFERENCE_THREADS = 1
 """Threads of PyTorch on the CPU where a GPU is tested: references there are many small operations. On two idle cores a
 second thread saves a quarter of their time; on busy ones threads wait for one another, and take 20 times as long."""
 MOST_WRONG = 5
-"""Wrong comparisons of a row that are named."""
+"""Most wrong comparisons of a row that are listed."""
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -43,7 +43,7 @@ def main(arguments: Sequence[str]) -> int:
     asked = json.loads(arguments[0])
     end_with(asked["parent"])
     stream = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)  # what vLLM prints is none of the answer
+    os.dup2(2, 1)  # vLLM's output is not part of the answer
 
     def say(what: dict[str, Any]) -> None:
         print(json.dumps(what), file=stream, flush=True)
@@ -102,13 +102,13 @@ class Row:
     def __init__(self, name: str, kernel: str, device: torch.device) -> None:
         self.name, self.kernel, self.device, self.fmt = name, kernel, device, FORMATS[name]
         self.pairs = pair_layers(self.fmt, device, kernel)
-        # "cuda" is a row where "auto" takes Triton's kernels (`kernels`): there, latents have no other
+        # "cuda" is a row where "auto" takes Triton's kernels (`kernels`): latents have no others
         self.latents = [] if kernel == "cuda" else latent_layers(self.fmt, device, kernel)
         self.timed = TimedBatch(self.fmt, device, kernel)
         self.timed.compile_ahead()
 
     def run(self) -> dict[str, Any]:
-        """Return what the row found; see docs/commands.md."""
+        """Return the row's results; see docs/commands.md."""
         start, times = time.monotonic(), None
         found: list[Check] = []
         if self.pairs[0].kernel == CPP and torch.get_num_threads() > 1:
@@ -141,8 +141,8 @@ class Row:
 
 
 def parts(found: list[Check]) -> dict[str, dict[str, Any]]:
-    """Return each part's comparisons, and the error of the one that comes nearest to its bound, or furthest beyond; an
-    error that is no number is None."""
+    """Return each part's comparisons, and the error that is largest relative to its bound; an error that is NaN becomes
+    None."""
     made: dict[str, dict[str, Any]] = {}
     for check in sorted(found, key=lambda check: check.error / check.bound if check.bound else check.error * 1e9):
         cases = made.get(check.part, {"cases": 0})["cases"]

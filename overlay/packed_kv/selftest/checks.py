@@ -14,8 +14,8 @@ from .reference import Reference, relative_rms
 from .requests import POISON, LayerShape, RequestBatch, Requests
 
 SHAPES = (LayerShape(128, 2, 4, 64, longest=4, has_passes=True), LayerShape(128, 2, 4, 0), LayerShape(64, 3, 3, 64))
-"""Few, and one with drafts and passes: a GPU's first run compiles some 10 kernels for a shape and a dtype, which takes
-most of its time. The second has most of the first's. `timing.SHAPE` is one more."""
+"""Few shapes, one with drafts and passes: most of a GPU's first run is compiling some 10 kernels per shape and dtype.
+The second shape shares most of the first's kernels. `timing.SHAPE` is one more."""
 STEPS: tuple[tuple[str, dict[int, int]], ...] = (
     ("prompt", {0: 5, 1: 70, 2: 150, 3: 700}),
     ("gather", {0: 1, 1: 2, 2: 33, 3: 90}),
@@ -24,13 +24,14 @@ STEPS: tuple[tuple[str, dict[int, int]], ...] = (
     ("merge", {3: 1}),
     ("passes", {0: 1, 1: 2, 2: 33, 3: 40}),
 )
-"""Name of a step, and new tokens of its requests: prompts, chunks beside decodes, decodes alone and with drafts, one
-decode that splits its request, and chunks whose prefixes the decode kernel reads in the pages. See `steps`."""
+"""Name of a step, and new tokens of its requests: prompts; chunks with decodes; decodes without and with drafts; one
+decode whose request is split; and chunks whose prefixes the decode kernel reads in the pages. See `steps`."""
 MOST = [sum(new.get(request, 0) for _, new in STEPS) for request in range(4)]
 DTYPE = torch.float16
 """Dtype of activations: the finer of the two that engines take."""
 DECODE_BOUND = {CPP: 3e-4 + 2.0**-11, PYTORCH: 2.0**-11, "CUDA": 2e-3, "Triton": 2e-3}
-"""Relative RMS error of decodes by kernel, as tests/kernels has it: on a CPU that of fp32 outputs, then rounded."""
+"""Bound of decodes' relative RMS error by kernel, as in tests/kernels: on a CPU, of fp32 outputs that are then
+rounded."""
 PREFILL_BOUND = 4 * torch.finfo(DTYPE).eps
 REPEATS = {CPP: 20, PYTORCH: 2, "CUDA": 50, "Triton": 50}
 """Repetitions of each step's launches; on CUDA, decodes are also replayed as often from a graph."""
@@ -57,14 +58,13 @@ class Check:
 
 
 def steps(shape: LayerShape) -> list[tuple[str, dict[int, int]]]:
-    """Return those of `STEPS` that a layer has: without drafts, none in which decodes have any; without passes, none
-    with such."""
+    """Return the `STEPS` that a layer supports: steps with drafts or passes only if the layer has them."""
     drafts = [(name, new) for name, new in STEPS if name != "decode" or max(new.values()) <= shape.longest]
     return drafts if shape.has_passes else [(name, new) for name, new in drafts if name != "passes"]
 
 
 def vectors(rows: int, heads: int, channels: int, seed: int, dtype: torch.dtype = DTYPE) -> torch.Tensor:
-    """Random [rows, heads, channels] on the CPU, the first channels large, as those of models."""
+    """Random [rows, heads, channels] on the CPU; the first channels are large, as in models."""
     made = torch.randn(rows, heads, channels, generator=torch.Generator().manual_seed(seed))
     made[..., :3] *= 4
     return made.to(dtype)
@@ -132,7 +132,7 @@ def _repeated(
     memory: tuple[torch.Tensor, torch.Tensor | None], before: list[torch.Tensor], output: torch.Tensor,
     case: str,
 ) -> Check:  # fmt: skip
-    """A step again from the memory as it was, one by one and, if all are decodes on CUDA, from a graph."""
+    """Repeat a step from the same memory, launch by launch and, if all requests are decodes on CUDA, from a graph."""
     cache, ring = memory
     tensors = [output, cache, *([] if ring is None else [ring])]
     bounds = batch.bounds(cache.device)
@@ -159,7 +159,7 @@ def rounds_that_differ(
     run: Callable[[], object], restore: Callable[[], object], tensors: list[torch.Tensor], expected: list[torch.Tensor],
     repeats: int, beside: Callable[[int], None] = lambda _: None,
 ) -> int:  # fmt: skip
-    """Rounds after which not all tensors have the expected bits."""
+    """Count rounds after which some tensor has other than the expected bits."""
     differ = torch.zeros(repeats, dtype=torch.bool, device=tensors[0].device)
     for number in range(repeats):
         restore()

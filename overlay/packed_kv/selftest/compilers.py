@@ -1,10 +1,10 @@
 """Processes that compile the kernels of the self-test's dtypes side by side, before its own process makes the layers.
 
 The first part of a Triton compilation is Python code, which runs in one thread of a process at a time: for all dtypes,
-on 16 cores beside an H200, one process took 104 s and four take 58 s, which keeps the cores busy. What they compile
-stays in the caches on disk, where the self-test finds it. They are forked, as importing vLLM takes 19 s there. A forked
-process lacks its parent's threads, so whatever waits for those, as PyTorch's parallel operations would, waits forever:
-each uses one thread for these.
+on 16 cores beside an H200, one process took 104 s and four take 58 s, which keeps the cores busy. Compiled kernels stay
+in the caches on disk, where the self-test finds them. The processes are forked, as importing vLLM takes 19 s there. A
+forked process lacks its parent's threads, so PyTorch's parallel operations would wait for them forever: each process
+uses one thread.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ..formats import FORMATS
 
 HEAD_DIM = 128
 MOST_SECONDS = 500
-"""After which processes are ended that still compile."""
+"""Seconds after which processes that still compile are ended."""
 
 
 class Compilers:
@@ -49,7 +49,8 @@ class Compilers:
             self.started.append((process, writer))
 
     def run(self, device: torch.device) -> None:
-        """Have all compile, and return when they have ended. What one of them fails at is left to who needs it."""
+        """Have all compile, and return when they have ended. A failed compilation is left to the layer that needs
+        it."""
         for _, writer in self.started:
             writer.send(device)
         end = time.monotonic() + MOST_SECONDS

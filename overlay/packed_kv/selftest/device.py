@@ -1,4 +1,4 @@
-"""The device of the self-test: which it is, whether it can run, and what tells it from others."""
+"""The device of the self-test: its choice, whether the self-test can run on it, and its name."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .checks import SHAPES
 
 GIB = 1 << 30
 NEEDED_GIB = {"cuda": 3.5, "cpu": 1.5}
-"""Memory for the timed batch in bf16 and fp8, and all else. Compilation takes 2.6 GiB of a GPU."""
+"""Memory for the timed batch in bf16 and fp8, and everything else. Compilation takes 2.6 GiB of a GPU."""
 
 
 class CannotRun(Exception):
@@ -86,8 +86,8 @@ def describe(device: torch.device) -> dict[str, str]:
 
 @functools.cache
 def kernels(device: torch.device) -> tuple[str, ...]:
-    """Values of `decode_kernel` that differ on the device: "auto"; "triton" where that is the CUDA kernel; and "cuda"
-    where it is not, but that kernel serves."""
+    """Values of `decode_kernel` that differ on the device: "auto"; also "triton" where "auto" takes the CUDA kernel, or
+    "cuda" where it does not but the CUDA kernel serves."""
     if device.type == "cpu":
         return ("auto",)
     capability = torch.cuda.get_device_capability(device)

@@ -117,7 +117,7 @@ class PairLayer:
         self, batch: RequestBatch, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, cache: torch.Tensor,
         ring: torch.Tensor | None, output: torch.Tensor,
     ) -> None:  # fmt: skip
-        """Store a step's tokens and attend, with metadata made anew, as an engine's step does.
+        """Store a step's tokens and attend, with new metadata, as in an engine's step.
 
         Args:
             query, key, value: [rows, heads, head_dim].
@@ -185,7 +185,7 @@ class LatentLayer:
         return held
 
     def gather(self, batch: RequestBatch, cache: torch.Tensor, ring: Ring | None, rows: torch.Tensor) -> None:
-        """Fill rows [tokens of all requests, rank + rope_dim], as behind these a chunk would read them."""
+        """Fill rows [tokens of all requests, rank + rope_dim] as a chunk behind these tokens would read them."""
         lengths = torch.tensor(batch.lengths, dtype=torch.int32, device=cache.device)
         ends = torch.tensor([0, *batch.lengths], device=cache.device).cumsum(0).to(torch.int32)
         chunk = PrefixChunk(torch.zeros_like(lengths), ends, max(batch.lengths), lengths)
@@ -204,7 +204,7 @@ class LatentLayer:
 
 
 def _window_layer(shape: LayerShape) -> WindowLayer:
-    """A window layer whose ring blocks are those of `Requests`."""
+    """A window layer with the ring blocks of `Requests`."""
     config: Any = SimpleNamespace(compilation_config=SimpleNamespace(static_forward_context={}))
     layer = WindowLayer(f"selftest{SUFFIX}", shape.window, shape.longest, config)
     sizes = {"window": shape.window, "slack": shape.longest, "ring_block_size": RING_BLOCK}

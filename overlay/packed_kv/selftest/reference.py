@@ -14,7 +14,8 @@ from .requests import BLOCK, POISON, RING_BLOCK, LayerShape, RequestBatch, Reque
 
 
 class Source(NamedTuple):
-    """Keys and values [tokens, KV heads, channels], and which rows read which of them there: bool [rows, tokens]."""
+    """Keys and values [tokens, KV heads, channels] of one source, and a mask of the tokens that rows read there: bool
+    [rows, tokens]."""
 
     key: torch.Tensor
     value: torch.Tensor
@@ -39,7 +40,7 @@ def attention(query: torch.Tensor, sources: list[Source], scale: float) -> torch
 
 
 def relative_rms(got: torch.Tensor, wanted: torch.Tensor) -> float:
-    """Root mean square of the difference over that of `wanted`; NaN counts as infinite."""
+    """Root mean square of the difference, divided by `wanted`'s; NaN counts as infinite."""
     got, wanted = got.double(), wanted.double()
     error = float((got - wanted).norm() / wanted.norm())
     return error if error == error else float("inf")

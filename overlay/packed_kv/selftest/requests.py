@@ -1,4 +1,4 @@
-"""Requests of one layer of the self-test: their tokens, and where a scheduler would have put these."""
+"""Requests of one layer of the self-test: their tokens, and the slots that a scheduler would give them."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ class Requests:
         self.ring_table = (own + number).to(torch.int32)
 
     def step(self, new: dict[int, int]) -> RequestBatch:
-        """Add tokens to requests, by request; decodes have to be the first."""
+        """Add tokens to requests: number by request; decodes come first."""
         counts = [*new.values()]
         starts, slots, positions = [*accumulate(counts, initial=0)], [], []
         for request, count in new.items():
@@ -127,7 +127,7 @@ class Requests:
         return slots, first
 
     def micro_blocks(self, request: int, end: int) -> torch.Tensor:
-        """Return the numbers of those that have a request's tokens before `end`."""
+        """Return the numbers of the blocks that hold a request's tokens before `end`."""
         token = torch.arange(0, end, MICRO_BLOCK)
         blocks = self.table[request].long()[token // self.block_size]
         return blocks * (self.block_size // MICRO_BLOCK) + token % self.block_size // MICRO_BLOCK

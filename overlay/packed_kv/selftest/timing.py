@@ -222,7 +222,7 @@ def describe_timed(device: torch.device) -> dict[str, float]:
 
 
 def _on_cpu(sides: list[Callable[[], None]]) -> list[float]:
-    """Least seconds of each, behind a sweep through the caches."""
+    """Least seconds of each, after a sweep through the caches."""
     sweep, found = torch.zeros(SWEEP_BYTES, dtype=torch.uint8), [[] for _ in sides]  # type: ignore[var-annotated]
     for turn in range(TURNS + 1):
         for run, times in zip(sides, found, strict=True):

@@ -1,4 +1,4 @@
-"""Choice of a model's calibration file, and of its channels that a layer of this rank takes."""
+"""Choice of a model's calibration file, and of its channels for a layer of this rank."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ WORDS = {
     "key_scale": "scales of keys",
     "value_scale": "scales of values",
 }
-"""Names in the log of the parts of a layer's calibration, in the names of `LayerCalibration.known`."""
+"""Part of a layer's calibration, as `LayerCalibration.known` names it -> its name in the log."""
 OVERRIDES = ("hf_overrides", "hf_config_path")
 """Arguments of an engine that change its model's configuration."""
 DRAFTS = {"mtp", "draft_model"}
-"""Parts of the names of layers that are a draft's, though their numbers are those of the model's layers."""
+"""Name parts of draft layers whose numbers coincide with the model's layers."""
 
 
 @dataclass(frozen=True)
@@ -160,7 +160,7 @@ def find_calibration(config: VllmConfig, fmt: Format) -> RankCalibration | None:
 
 
 def heads_of(model: ModelConfig) -> tuple[int, int]:
-    """KV heads of a file of this model, and channels of their keys: a latent (MLA) is K and V of one head."""
+    """KV heads of this model's file, and channels of their keys: a latent (MLA) is K and V of one head."""
     if model.use_mla:
         return 1, model.hf_text_config.kv_lora_rank
     return model.get_total_num_kv_heads(), model.get_head_size()
@@ -189,7 +189,7 @@ def _say_that_there_is_none(path: Path, fmt: Format, model: ModelConfig) -> None
 
 
 def _command(model: ModelConfig) -> str:
-    """A command that makes a file for the model as this engine has it, with another configuration where it has one."""
+    """A command that makes a file for the model with this engine's configuration."""
     given = {name: value for name in OVERRIDES if (value := getattr(model, name, None))}
     command = f"tq-calibrate model {shlex.quote(model.model)}"
     if not given:
@@ -214,8 +214,8 @@ def transforms_of_model(config: VllmConfig, fmt: Format) -> dict[int, dict[str, 
     """Calibration that the pages of a format depend on: layer -> `LayerCalibration.known` of all heads.
 
     Needs no process group and is the same on every rank. Empty where nothing is changed by calibration. Raises
-    CalibrationError for a file that cannot be read, or that the options name and that is not there; whether it fits the
-    model, `find_calibration` says.
+    CalibrationError for a file that cannot be read, or a named file that is missing; `find_calibration` checks whether
+    it fits the model.
     """
     model = config.model_config
     named = read_options(config.additional_config).calibration
@@ -233,7 +233,7 @@ def transforms_of_model(config: VllmConfig, fmt: Format) -> dict[int, dict[str, 
 
 
 def model_folder(model: str, revision: str | None) -> Path:
-    """Folder of a model's files: its own, that of its file, or its snapshot of the Hugging Face Hub."""
+    """Folder of a model's files: the model's folder, its file's folder, or its snapshot of the Hugging Face Hub."""
     path = Path(model)
     if path.exists():
         return path.parent if path.is_file() else path

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def connectors(config: KVTransferConfig | None) -> list[Connector]:
-    """An engine's connectors; instead of a MultiConnector those within it."""
+    """An engine's connectors; a MultiConnector is replaced by its parts."""
     if config is None or config.kv_connector is None:
         return []
     path = config.kv_connector_module_path

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 def engine_facts(config: VllmConfig) -> Facts:
-    """Facts of an engine and its model, without those of a layer."""
+    """Facts of an engine and its model, without facts of a layer."""
     parallel, cache, speculative = config.parallel_config, config.cache_config, config.speculative_config
     model, transfer = config.model_config, config.kv_transfer_config
     text = model.hf_text_config
@@ -107,12 +107,13 @@ def picks_tokens(config: VllmConfig) -> bool:
 
 
 def is_draft(config: VllmConfig) -> bool:
-    """True if the model that is being built is a draft. Some have a configuration of their own, others the engine's."""
+    """True if the model that is being built is a draft. Some drafts have a configuration of their own, others the
+    engine's."""
     return config.model_config.runner_type == "draft" or (config.speculative_config is not None and builds_draft())
 
 
 def auto_cache(config: VllmConfig) -> str:
-    """The dtype that `--kv-cache-dtype auto` would be by the checkpoint; "": the model's own, or it cannot be read."""
+    """The dtype that the checkpoint gives `--kv-cache-dtype auto`; "": the model's own, or it cannot be read."""
     with contextlib.suppress(BadInput):  # describe_cache_scheme says it
         return asked_cache(quantization_of(config))
     return ""
@@ -130,7 +131,7 @@ MORE_CACHES = ("loop_num", "total_ut_steps", "H_cycles", "n_recurrent_loops")
 
 
 def _layer_numbers(config: VllmConfig) -> frozenset[int] | None:
-    """Numbers that layers with a KV cache may have, by the model's config; None: it does not tell."""
+    """Possible numbers of layers with a KV cache, by the model's config; None: it does not tell."""
     model = config.model_config
     loops = "LoopCoder" in model.architecture or any(hasattr(model.hf_text_config, name) for name in MORE_CACHES)
     if config.speculative_config or loops:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def longest_sequence(config: VllmConfig) -> int:
-    """`max_model_len`; where vLLM is to fit it, at most the tokens whose pages would fill all of a rank's memory.
+    """`max_model_len`; if vLLM has yet to fit it, at most the tokens whose pages would fill a rank's memory.
 
     Pages of layers that attend to everything count, as they grow with a sequence. Layers must be there.
     """

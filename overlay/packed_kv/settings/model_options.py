@@ -1,4 +1,4 @@
-"""The list of what changes a model's numbers without its weights: an engine's options, and the resolved config."""
+"""The settings that change a model's numbers besides its weights: an engine's options, and the resolved config."""
 
 from __future__ import annotations
 
@@ -47,14 +47,15 @@ def options_of(config: VllmConfig, names: Iterable[str]) -> dict[str, Any]:
 
 
 def keep_numbers(config: VllmConfig) -> None:
-    """Note what decides a model's numbers before it is loaded: classes of vLLM's models change the config that they are
-    made from, and vLLM may shorten `max_model_len` afterwards. The note goes with the config to workers."""
+    """Note the settings that decide a model's numbers, before it is loaded: classes of vLLM's models change the config
+    that they are made from, and vLLM may shorten `max_model_len` afterwards. The note goes with the config to
+    workers."""
     setattr(config.model_config, KEPT, _numbers(config))
 
 
 def model_numbers(config: VllmConfig) -> dict[str, Any]:
-    """All that decides what a model computes besides its weights and the code of vLLM, as JSON has it: equal for equal
-    models wherever they lie, and in all processes of an engine."""
+    """Everything besides weights and vLLM's code that decides what a model computes, as JSON: equal for equal models
+    wherever they lie, and in all processes of an engine."""
     return getattr(config.model_config, KEPT, None) or _numbers(config)
 
 

@@ -23,11 +23,12 @@ KEYS = {
 """Keys of the options, with their values in words."""
 DECODE_KERNELS = ("auto", "triton", "cuda")
 AUTO = "auto"
-"""Word in place of a calibration file's path; `self_calibration.resolve_auto` makes it one before the engine starts."""
+"""Word instead of a calibration file's path; `self_calibration.resolve_auto` replaces it by a path before the engine
+starts."""
 
 LONGEST_PATH = 4095
 MOST = sys.maxsize
-"""Largest number of tokens that later lines can write; the model's context is the bound."""
+"""Sanity limit of a number of tokens, so that later lines can print it; the real limit is the model's context."""
 LIKE = 0.9
 """Least likeness to `KEY` at which another key is taken for a typo; "packed" is below it."""
 
@@ -39,10 +40,10 @@ class OptionError(ValueError):
 @dataclass(frozen=True)
 class Options:
     """`calibration`: the file to use, or None: that of the model's folder. `recent_tokens`: tokens of the recent
-    window, 0: none, or None: not said. `decode_kernel`: "triton"; "auto": the CUDA kernel where it serves and
-    was seen to run; or "cuda": no engine without it.
-    `latent_rope_bits`: of RoPE channels beside latents (MLA), of `ROPE_BITS`. `mixed_graphs`: whether steps with
-    prompts run as whole CUDA graphs where they can."""
+    window, 0: none, or None: not said. `decode_kernel`: "triton"; "auto": the CUDA kernel where it serves and is
+    tested; or "cuda": refuse to start without it.
+    `latent_rope_bits`: bits of RoPE channels beside latents (MLA), one of `ROPE_BITS`. `mixed_graphs`: whether steps
+    with prompts run as whole CUDA graphs where they can."""
 
     calibration: Path | None = None
     recent_tokens: int | None = None

@@ -56,9 +56,10 @@ SUFFIXES = {".safetensors", ".bin", ".pt", ".pth", ".gguf", ".json", ".model", "
 
 
 def resolve_auto(config: VllmConfig) -> None:
-    """Put the path of the file in place of "auto": that of the model's folder, or one in the user's cache.
+    """Replace "auto" by the path of a file: the one in the model's folder, or one in the user's cache.
 
-    Makes the latter if it is not there; of several processes one makes it, the others wait. Raises CalibrationError.
+    The cached file is made if it is missing; one of several processes makes it, the others wait. Raises
+    CalibrationError.
     """
     options = given_options(config.additional_config)
     if options.get("calibration") != AUTO:
@@ -70,8 +71,8 @@ def resolve_auto(config: VllmConfig) -> None:
 
 
 def settled_file(config: VllmConfig) -> Path:
-    """The file that "auto" stands for: that of the model's folder, unless it was made for another RoPE, or else one in
-    the user's cache, there or not."""
+    """The file that "auto" stands for: the one in the model's folder, unless it was made for another RoPE; else one in
+    the user's cache, which may not exist yet."""
     model = config.model_config
     path = model_folder(model.model, model.revision) / FILE_NAME
     if not path.is_file():
@@ -138,8 +139,8 @@ def _dtype(model: ModelConfig) -> str:
 
 
 def _ensure(path: Path, config: VllmConfig) -> Path:
-    """Return the path of the file, made unless it is there: `path`, or one below TMPDIR for this process alone where
-    others can write the cache, or nobody. Raises CalibrationError."""
+    """Return the path of the file, making it if it is missing: `path` or, where others can write the cache or nobody
+    can, a file of this process below TMPDIR. Raises CalibrationError."""
     try:
         with own_folder(path.parent, ANOTHER) as folder:
             if not _is_there(folder, path):
@@ -173,7 +174,7 @@ def _is_there(folder: int, path: Path) -> bool:
 
 
 def _make(folder: int, path: Path, config: VllmConfig, lock: int) -> None:
-    """Have the file made, unless another process was faster; one that is not this user's is deleted before. Raises
+    """Have the file made, unless another process was faster. First delete a file there that another user owns. Raises
     CalibrationError, Untrusted and OSError."""
     sweep(path.parent)
     try:
@@ -193,7 +194,8 @@ def _make(folder: int, path: Path, config: VllmConfig, lock: int) -> None:
 
 
 def _check_tokenizer(model: ModelConfig) -> None:
-    """Raise CalibrationError for a folder without a tokenizer, of which several libraries would say much else."""
+    """Raise CalibrationError for a folder without a tokenizer, for which several libraries would give misleading
+    errors."""
     folder = Path(model.tokenizer or model.model)
     if folder.is_dir() and not any(file.name.startswith(TOKENIZERS) for file in folder.iterdir()):
         raise CalibrationError(

@@ -1,7 +1,7 @@
-"""LoRA adapters in the keys of pages: their files' content beside the name and path that vLLM has there.
+"""LoRA adapters in the keys of pages: their files' content, besides the name and path that vLLM puts there.
 
 An adapter that is saved again in its folder computes other pages. vLLM's block hashes know its name and path alone,
-so after a restart a tier on disk would give pages of the weights before. vLLM asks no plugin for these keys, so a
+so after a restart a tier on disk would return pages of the earlier weights. vLLM asks no plugin for these keys, so a
 function of its `kv_cache_utils` is wrapped.
 """
 
@@ -35,8 +35,8 @@ def name_adapters() -> None:
 class AdapterKeys:
     """vLLM's keys of a request's adapter, and its content.
 
-    The content is that of the first request since the adapter was loaded, as an engine keeps what it has loaded,
-    whatever is written into the folder meanwhile.
+    The content is as of the first request after the adapter was loaded: an engine keeps the loaded weights, whatever is
+    written into the folder meanwhile.
     """
 
     def __init__(self, keys: Callable[[Request], Keys]) -> None:
@@ -61,7 +61,7 @@ class AdapterKeys:
 
 def adapter_identity(path: str) -> str:
     """Identity of an adapter's weights: the commit of one of the Hugging Face Hub, or the content of a folder's files,
-    wherever they lie; of one that is nowhere yet its name."""
+    wherever they lie; for a missing folder, the adapter's name."""
     folder = Path(os.path.expanduser(path))
     if not folder.exists():
         config = try_to_load_from_cache(path, CONFIG)

@@ -1,8 +1,8 @@
-"""vLLM's disk tier for packed pages: a file that is truncated, corrupted or of another engine is never read as pages.
+"""vLLM's disk tier for packed pages: a file that is truncated, corrupted or another engine's is never read as pages.
 
-vLLM's own tier (`kv_offload/tiering/fs`) takes a file for what its name says, if it is long enough. Here each file ends
-with a checksum of its pages and of its name, and its folder's name is a digest of the page format and the layout over
-ranks, too:
+vLLM's own tier (`kv_offload/tiering/fs`) trusts a file's name if the file is long enough. Here each file ends with a
+checksum of its pages and of its name, and its folder's name is a digest of the page format and the layout over ranks,
+too:
 
     | a chunk's pages, in whole pages of memory | "packedkv" | CRC-32, 4 bytes, little-endian | zeros | = 4096 bytes
 """
@@ -102,7 +102,7 @@ def read_pages(path: Path, root: Path, pages: memoryview, direct: bool) -> None:
 
 
 def _read(path: Path, root: Path, pages: memoryview, direct: bool) -> bool:
-    """Fill `pages`; True if they are whole and of a regular file. Raises OSError."""
+    """Fill `pages`; True if they are complete and from a regular file. Raises OSError."""
     footer = mmap.mmap(-1, FOOTER)
     file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | (O_DIRECT if direct else 0))
     try:
@@ -128,7 +128,8 @@ def _all_of(move: Callable[[int, list[memoryview]], int], file: int, parts: list
 
 
 def _clear(path: Path) -> Path | None:
-    """Remove what has a file's name. Folders are never ours: one is renamed, with what is in it. Returns its new path.
+    """Remove whatever has a file's name. Folders are never ours: a folder is renamed with its content. Returns the new
+    path.
 
     Raises OSError.
     """
@@ -200,7 +201,7 @@ class PackedFileTier(FileSystemTierManager):
         self._tell_of_others()
 
     def _tell_of_others(self) -> None:
-        """One line where a folder has pages, and none that this engine can read."""
+        """Log one line where a folder has pages, but none that this engine can read."""
         own = Path(self.file_mapper.base_path)
         # os.path's is False where the folder may not be entered (lost+found), and Path's raises.
         try:
@@ -245,7 +246,8 @@ class PackedFileTier(FileSystemTierManager):
             yield replace(result, success=False) if is_failed else result
 
     def _tasks(self, job: TransferJob, run: Callable[..., None]) -> list[Callable[[], None]]:
-        """A part of a job's chunks for each thread, in order: (path, pages) and the number of the first of them."""
+        """Split a job's chunks among threads, in order: (path, pages) of each chunk, and the number of the first
+        one."""
         view, size = self.pages, self.chunk_bytes
         chunks = [
             (self._path(key), view[int(chunk) * size : (int(chunk) + 1) * size])
@@ -284,7 +286,7 @@ class PackedFileTier(FileSystemTierManager):
     def _load(self, job: int, first: int, chunks: Sequence[tuple[Path, memoryview]]) -> None:
         """Read chunks, in a thread. vLLM keeps a job's chunks before the first that fails, and logs one line of error.
 
-        Those behind it are read nevertheless: damaged files would otherwise stay, as only what is missing is written.
+        Chunks behind it are read nevertheless: damaged files would otherwise stay, as only what is missing is written.
         """
         failed: list[tuple[int, OSError]] = []
         for number, (path, pages) in enumerate(chunks, start=first):

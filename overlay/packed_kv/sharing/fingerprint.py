@@ -1,4 +1,4 @@
-"""Fingerprint of all that decides a page's bytes besides tokens, for the keys of pages that leave the engine."""
+"""Fingerprint of everything besides tokens that decides a page's bytes, for the keys of pages that leave the engine."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ LONGEST_HEADER = 100_000_000
 
 
 def model_identity(config: VllmConfig) -> list[Any]:
-    """Identity of a model's keys and values: its weights, and all else that decides its numbers.
+    """Identity of a model's keys and values: its weights, and everything else that decides its numbers.
 
     A model of the Hugging Face Hub counts by its commit; a folder or file by its content, whatever its path and times.
     """
@@ -71,7 +71,8 @@ def _digest(files: tuple[tuple[str, int, int], ...]) -> str:
 
 
 def _samples(path: Path, size: int) -> bytes:
-    """A few bytes from the middle of each tensor, as far as the file says where these are; else evenly spread."""
+    """Read a few bytes from the middle of each tensor, if the file tells where tensors are; else evenly spread
+    bytes."""
     with open(path, "rb") as file:
         centres = _tensors(file.read(8), file, size) if path.suffix == ".safetensors" else []
         centres = centres or [size * i // SAMPLES for i in range(SAMPLES)]

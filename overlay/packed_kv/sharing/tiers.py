@@ -39,8 +39,8 @@ def check_tiers(config: VllmConfig) -> None:
 
 
 def replace_tiers(config: VllmConfig, fmt: Format) -> None:
-    """Replace each tier `fs` by `PackedFileTier`, for pages by the calibration file that is there by now; leave out,
-    with one line, those that cannot be written to."""
+    """Replace each tier `fs` by `PackedFileTier`, for pages of the calibration file that exists by now; drop, with a
+    line in the log, tiers that cannot be written."""
     for connector, tiers in _tiers(config):
         _register()
         usable = []

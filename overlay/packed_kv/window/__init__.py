@@ -1,1 +1,1 @@
-"""The recent window: a ring buffer of 8-bit tokens a request, its cache group in vLLM, and its step."""
+"""The recent window: a ring buffer of 8-bit tokens per request, its cache group in vLLM, and its step."""

@@ -1,9 +1,9 @@
 """The recent window in vLLM's KV-cache planning: a ring of a few blocks a request, claimed from vLLM's own pool.
 
 A group's block table is indexed by position, as any other: entry i says where tokens i * block_size and on are. Here
-the same few blocks come back over and over, and the null block (0) says that tokens are not in the ring, but in their
-packed page alone: those of the prefix cache or of another server, and those that a long chunk has already passed. So
-the scheduler decides what is valid, and nobody has to keep tags.
+the same few blocks are repeated. The null block (0) means that tokens are only in their packed pages, not in the ring:
+tokens from the prefix cache or another server, and tokens that a long chunk has already passed. So the scheduler
+decides which entries are valid, and no tags are needed.
 
 Where the pool's blocks hold much more than a ring, as beside state layers, a block is cut into ring blocks, and rings
 of several requests lie in it. Tables then have the numbers of ring blocks: block * ring blocks a block + index within.
@@ -32,9 +32,9 @@ if TYPE_CHECKING:
 class RingSpec(CircularBufferSpec):
     """A ring that holds the newest `window` tokens of a request.
 
-    `block_size`: tokens that a block of vLLM's pool holds. `ring_block_size`: those of a ring block, a divisor of it.
-    `slack`: tokens that a step writes before they are known to stay: the sampled one and its drafts. Like its base,
-    which vLLM's own scratch groups use, it takes no part in the prefix cache.
+    `block_size`: tokens that a block of vLLM's pool holds. `ring_block_size`: tokens of a ring block, a divisor of
+    `block_size`. `slack`: tokens that a step writes before they are known to stay: the sampled one and its drafts. Like
+    its base class, which vLLM's own scratch groups use, it takes no part in the prefix cache.
     """
 
     window: int
@@ -129,9 +129,9 @@ class RingManager(SingleTypeKVCacheManager):
         self.first: dict[str, int] = {}
         """Request -> number of its first block of tokens that it computes itself."""
         self.blocks: dict[int, KVCacheBlock] = {}
-        """The pool's blocks that are cut up, by number."""
+        """The pool's blocks that are cut into ring blocks, by number."""
         self.free_ring_blocks: dict[int, list[int]] = {}
-        """Number of such a block -> its ring blocks that no request has; without those of which all are taken."""
+        """Number of such a block -> its free ring blocks; full blocks are not in it."""
 
     def get_num_blocks_to_allocate(
         self, request_id: str, num_tokens: int, new_computed_blocks: Sequence[KVCacheBlock],
@@ -163,7 +163,7 @@ class RingManager(SingleTypeKVCacheManager):
         end = cdiv(num_tokens, self.block_size)
         added = []
         for index in range(len(table), end):
-            if index < end - self.ring_blocks:  # of a long chunk: out of the window before anyone reads it
+            if index < end - self.ring_blocks:  # a long chunk's: out of the window before it is read
                 added.append(self.block_pool.null_block)
                 continue
             number = index % self.ring_blocks
@@ -174,7 +174,7 @@ class RingManager(SingleTypeKVCacheManager):
         return added
 
     def _take(self) -> KVCacheBlock:
-        """A ring block, of a block that others have parts of if there is one."""
+        """Take a ring block, from a block that other requests share if there is one."""
         if not self.free_ring_blocks:
             (block,) = self.block_pool.get_new_blocks(1)
             self.blocks[block.block_id] = block

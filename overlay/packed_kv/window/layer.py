@@ -1,7 +1,7 @@
 """The window layer: a pseudo-layer beside each packed layer, whose KV cache is a ring buffer of its newest tokens.
 
 A ring has a few blocks a request (`cache_group.py`) and the bytes of `codecs/ring.py`. The packed pages hold all tokens
-as without it, so nothing ages, and the prefix cache, offloading and preemption know nothing of it.
+anyway, so no token has to be moved, and the prefix cache, offloading and preemption need not know the window.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ class WindowLayer(AttentionLayerBase):
 
     @cached_property
     def sharers(self) -> int:
-        """Layers of the model that share the packed layer's cache, and so this ring. To be asked in steps: the model
-        has all its layers then."""
+        """Layers of the model that share the packed layer's cache, and so this ring. To be called in steps, when the
+        model has all its layers."""
         packed = self.layer_name.removesuffix(SUFFIX)
         layers = self.config.compilation_config.static_forward_context.values()
         return sum(getattr(layer, "kv_sharing_target_layer_name", None) == packed for layer in layers)
@@ -86,7 +86,7 @@ class WindowLayer(AttentionLayerBase):
         self.kv_cache = cut_into_ring_blocks(kv_cache, self.ring_block_size, layout.is_block_outermost)
 
     def ring_of_one_request(self, tokens: int, kv_heads: int, head_dim: int, device: torch.device) -> Ring:
-        """A ring of zeros as the layer's will be, for a request that has all of its tokens there."""
+        """A ring of zeros in the layer's layout, for a request with all of its tokens in it."""
         blocks = -(-tokens // self.ring_block_size)
         shape = (blocks, kv_heads, self.ring_block_size, ring_slot_bytes(head_dim))
         table = torch.arange(blocks, dtype=torch.int32, device=device).unsqueeze(0)
@@ -103,8 +103,8 @@ class FillerLayer(WindowLayer):
     """A window layer that nothing reads, beside a draft model with pages like the target's.
 
     vLLM deals the layers of each kind out to groups of one number of layers, by the kind that has the fewest. With
-    fewer rings than packed layers it would split these into two groups; the draft's layers would be in both, and vLLM
-    wants them in one. Fillers take no memory: a block holds the pages of the largest group.
+    fewer rings than packed layers it would split the packed layers into two groups; the draft's layers would be in
+    both, but vLLM requires them to be in one. Fillers take no memory: a block holds the pages of the largest group.
 
     number: of the filler; see `WindowLayer` for the rest.
     """
@@ -123,7 +123,7 @@ class FillerLayer(WindowLayer):
 
 
 def window_tokens_of_model(config: VllmConfig) -> int:
-    """Tokens of the recent window of the model that is being built: 0 of a draft. Raises OptionError."""
+    """Tokens of the recent window of the model that is being built; 0 for a draft. Raises OptionError."""
     layers = config.compilation_config.static_forward_context.values()
     has_windows = any(isinstance(layer, WindowLayer) for layer in layers)  # of the target, built before its draft
     return 0 if has_windows or is_draft(config) else find_window(config)[0]

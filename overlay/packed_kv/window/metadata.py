@@ -30,7 +30,8 @@ class WindowMetadata(AttentionMetadata):
 
     `block_table`: int32 [requests, blocks]. `slots`: int32 [tokens], where each token goes, -1: nowhere. `first`: int32
     [requests], the first token that is in the ring. `rows`: cuts of the table and of `first`, by range of requests.
-    `lent`: by window layer, what prefills in PyTorch read of it, and how many layers that share it have yet to ask.
+    `lent`: by window layer, the vectors that prefills in PyTorch read, and how many sharing layers have yet to ask for
+    them.
     """
 
     block_table: torch.Tensor
@@ -51,8 +52,8 @@ class WindowMetadata(AttentionMetadata):
             self.lent[layer_name] = tokens, readers
 
     def borrow(self, layer_name: str) -> dict[int, RecentVectors]:
-        """Return what was lent, and keep it no longer than for the last who asks. Nothing was lent where the packed
-        layer read its prefills elsewhere than in PyTorch: then those that share its cache read pages alone."""
+        """Return the lent vectors; the last layer that asks removes them. Nothing was lent where the packed layer's
+        prefills do not run in PyTorch: then layers that share its cache read only pages."""
         tokens, readers = self.lent.pop(layer_name, ({}, 1))
         self.lend(layer_name, tokens, readers - 1)
         return tokens
@@ -108,8 +109,8 @@ class ChunkedWindowMetadataBuilder(WindowMetadataBuilder):
         return WindowMetadata(table, slots, first)
 
     def _passed(self, starts: np.ndarray, chunk_starts: np.ndarray) -> torch.Tensor:
-        """bool [chunks]: those with as few new tokens as a decode, which would read these in the ring, of a prefill
-        that goes on behind them and may not have kept them there."""
+        """bool [chunks]: chunks with as few new tokens as a decode, in a prefill that continues after them. They would
+        read these tokens in the ring, which may not have kept them."""
         ends, longest = chunk_starts[1:], self.sizes["longest_decode"]
         request = np.searchsorted(starts[1:], ends)
         is_short = (np.diff(chunk_starts) <= longest) & (np.diff(starts)[request] > longest)

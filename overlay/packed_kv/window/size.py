@@ -18,8 +18,8 @@ logger = init_logger("vllm.packed_kv")
 
 
 def log_window(config: VllmConfig) -> None:
-    """Log how many tokens the window has, or why there is none: once an engine, as `before_engine` calls this. Raises
-    OptionError where it was asked for and cannot be."""
+    """Log how many tokens the window has, or why there is none, once per engine: `before_engine` calls this. Raises
+    OptionError where a window was asked for but is not possible."""
     tokens, reason = find_window(config)
     if reason:
         logger.info("KV cache: no recent window with %s", reason)
@@ -28,7 +28,7 @@ def log_window(config: VllmConfig) -> None:
 
 
 def find_window(config: VllmConfig) -> tuple[int, str]:
-    """Tokens of the recent window, 0: none; and why there is none where nobody asked for that, or "". Raises
+    """Tokens of the recent window (0: none), and the reason if there is none although nobody asked for 0, or "". Raises
     OptionError."""
     asked = read_options(config.additional_config).recent_tokens
     if asked == 0 or config.model_config.runner_type == "draft":

@@ -27,9 +27,9 @@ def fill_slots(
             a request's end may hold anything.
         slots: int32 [tokens]; filled with block * block_size + offset, or -1: not kept. A ring keeps the newest
             `ring_blocks` blocks of a request.
-        first: int32 [requests]; filled with the first token from which on all are in the ring, as far as a query of the
-            batch looks back: up to `window` - 1 tokens before the batch's. Requests of up to `longest_decode` tokens
-            read their own tokens there too, others (prefills) only those before.
+        first: int32 [requests]; filled with the first token from which on all tokens are in the ring, limited to the
+            tokens that queries of the batch read: up to `window` - 1 tokens before the batch's. Requests of up to
+            `longest_decode` tokens read their own tokens there too, others (prefills) only those before.
     """
     slots.fill_(-1)
     starts, lengths = query_start.tolist(), seq_lens.tolist()

@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 
 @dataclass
 class WindowStep:
-    """The ring of `layer` in the step that is under way. `is_shared`: another layer reads it, whose cache it shares."""
+    """The ring of `layer` in the step that is under way. `is_shared`: the reader is another layer, which shares the
+    cache of `layer`'s packed layer."""
 
     layer: WindowLayer
     metadata: WindowMetadata
@@ -44,9 +45,9 @@ class WindowStep:
     ) -> dict[int, RecentVectors]:  # fmt: skip
         """Return for each request from `first` on the vectors in its ring, followed by those of its new tokens.
 
-        To be asked before the new ones are written, once by each layer. A layer that shares the ring gets what
-        the layer that has it got: `metadata`, which ends with the step, keeps that until the last of them has asked,
-        and nothing where no layer shares the ring.
+        To be asked before the new ones are written, once by each layer. Layers that share a ring get the vectors that
+        its own layer read: `metadata`, which ends with the step, keeps them until the last of these layers has asked,
+        and keeps nothing where no layer shares the ring.
 
         Args:
             codec: of the layer.

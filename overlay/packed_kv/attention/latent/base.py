@@ -1,5 +1,5 @@
 """Base of the implementations of latent attention over packed pages: codec, folded weights, writes, and attention of
-prompts over their prefixes. `impl.py` has dense attention, `sparse/impl.py` that over picked tokens."""
+prompts over their prefixes. `impl.py` has dense attention, `sparse/impl.py` attention over picked tokens."""
 
 from __future__ import annotations
 
@@ -83,8 +83,8 @@ class PackedLatents:
         kv_b_proj: Any,
         **unknown: object,
     ) -> None:
-        """Take a layer's arguments from vLLM, and from its configuration what a layer knows of the engine. Raises
-        Refused and CalibrationError."""
+        """Take a layer's arguments from vLLM, and facts about the engine from vLLM's configuration. Raises Refused and
+        CalibrationError."""
         check_arguments(kv_cache_dtype, kv_lora_rank, qk_rope_head_dim, sliding_window, unknown)
         super().__init__(  # type: ignore[call-arg]  # of vLLM's class, which stands behind this one
             num_heads, head_size, scale, num_kv_heads, alibi_slopes, sliding_window, kv_cache_dtype, logits_soft_cap,
@@ -144,7 +144,7 @@ class PackedLatents:
         self.kernels.store.store(kv_cache, slots, *new, window, metadata)
 
     def _metadata(self) -> Any:
-        """Return the batch's metadata, which vLLM does not pass to the store; None: of a step without requests."""
+        """Return the batch's metadata, which vLLM does not pass to the store; None: the step has no requests."""
         of_layers: Any = get_forward_context().attn_metadata
         return None if of_layers is None else of_layers[self.layer_name]
 
@@ -154,8 +154,8 @@ class PackedLatents:
     def _compute_prefill_context(
         self, q: torch.Tensor, kv_c_and_k_pe_cache: torch.Tensor, attn_metadata: Any, k_scale: torch.Tensor
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Attention of prompts' new tokens over their prefixes, a workspace of vLLM's at a time; its own method knows
-        dtypes of plain rows alone.
+        """Attention of prompts' new tokens over their prefixes, as many tokens at a time as vLLM's workspace holds.
+        vLLM's own method knows only dtypes of plain rows.
 
         q: [tokens, heads, nope_dim + rope_dim]. Returns outputs [tokens, heads, value_dim] and lse [heads, tokens].
         """
@@ -188,9 +188,9 @@ class PackedLatents:
     def _gather(
         self, cache: torch.Tensor, block_table: torch.Tensor, context: Any, chunk: Any, recent: RecentContext | None
     ) -> torch.Tensor:
-        """Rows of the tokens of a prefix's chunk, [tokens, rank + rope_dim], in vLLM's workspace.
+        """Gather the tokens of a chunk of prefixes as rows [tokens, rank + rope_dim] in vLLM's workspace.
 
-        block_table: of the chunk's requests. context: vLLM's `ChunkedContextMetadata`."""
+        block_table: rows of the chunk's requests. context: vLLM's `ChunkedContextMetadata`."""
         rows = context.workspace[: chunk.num_context_tokens]
         self.kernels.prefix.gather(cache, block_table, chunk, rows, recent)
         return rows

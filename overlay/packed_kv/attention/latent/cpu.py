@@ -1,7 +1,7 @@
 """The kernels of a CPU, in C++, over latents: which of them serve a layer, its decodes and the prefixes of prompts.
 
-As over pairs (`attention/cpu.py`), stored bytes and what is read back equal the reference's, and decodes run in PyTorch
-with fp32 activations.
+As with pairs (`attention/cpu.py`), stored bytes and gathered values equal the reference's, and with fp32 activations
+decodes run in PyTorch.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from ..limits import EngineLimits
 
 SLOWER = "5 to 20 times"
-"""Time of a decode step in PyTorch, in steps of these kernels, as benchmarks/cpu_latents.py measures it."""
+"""Ratio of a decode step's time in PyTorch to its time in these kernels, as benchmarks/cpu_latents.py measures it."""
 
 
 class CpuLatents(DecodeKernel[DecodeBatch, Attended]):
@@ -41,7 +41,7 @@ class CpuLatents(DecodeKernel[DecodeBatch, Attended]):
         self, codec: LatentCodec, heads: int, scale: float, constant: torch.Tensor | None, largest: Largest, *,
         is_shard: bool = False,
     ) -> None:  # fmt: skip
-        """Take the workspace of the largest step, of so many query heads. Raises BuildError."""
+        """Take the workspace of the largest step with this number of query heads. Raises BuildError."""
         self.decode, self.constant, self.is_shard = CpuLatentDecode(codec, scale), constant, is_shard
         self.decode.reserve(largest, heads)
 
@@ -62,7 +62,7 @@ class CpuLatents(DecodeKernel[DecodeBatch, Attended]):
 
 
 class CpuLatentPrefix(ReferenceLatentPrefix):
-    """Reads the prefixes of prompts in C++; the few tokens of their rings in PyTorch."""
+    """Reads the prefixes of prompts in C++, and the few tokens in their rings in PyTorch."""
 
     def __init__(self, page_kernels: CpuLatentPages) -> None:
         super().__init__(page_kernels.codec)
@@ -81,7 +81,8 @@ class CpuLatentPrefix(ReferenceLatentPrefix):
 
 
 def find_kernels(fmt: Format, layer: LatentLayout, engine: EngineLimits) -> LatentKernels:
-    """Return the kernels of a layer of this format: in PyTorch, as the log says, where C++ does not serve it."""
+    """Return the kernels of a layer of this format. Where C++ does not serve it, they are PyTorch's, and the log says
+    so."""
     codec, found = layer.codec, reference_kernels(layer)
     served = who_serves(Engine("cpu"), Latents(fmt, codec.rank, codec.rope_dim, heads=1))
     reason = served.reason

@@ -1,8 +1,8 @@
 """The decode kernels of latents on CUDA: `kernels/cuda` where it serves a layer, else `kernels/triton`.
 
 A kernel attends over pages. Where the layer has a recent window, the pages hold the tokens before it (`split_lens`),
-and a launch behind adds those of the ring, and what V lacks of the mean. Where ranks split the tokens of a request, a
-layer attends over its rank's, for the heads of all ranks, and returns its lse; there is no window then.
+and a second launch adds the ring's tokens and the mean that V lacks. Where ranks split the tokens of a request, a layer
+attends over its rank's tokens for the heads of all ranks, and returns the lse; there is no window then.
 """
 
 from __future__ import annotations
@@ -61,23 +61,23 @@ class LatentMemory:
 
 
 class LatentWorkspace:
-    """A layer's results over pages, which both kernels keep.
+    """A layer's results over pages, which both kernels have.
 
-    `are_partial`: whether attention over pages is a part, in fp32 and with its lse: of a rank's tokens, or where the
-    launch for the ring takes it so.
+    `are_partial`: whether attention over pages is a partial result, in fp32 and with its lse: over one rank's tokens,
+    or as input of the ring's launch.
     """
 
     def __init__(self, layer: LatentLayout, *, are_partial: bool) -> None:
         assert not (layer.window and layer.is_shard), "ranks that split tokens have no recent window"
         self.layer, self.are_partial = layer, are_partial
         self.constant = None if layer.is_shard or layer.window else layer.constant
-        """Added by attention over pages."""
+        """The constant that attention over pages adds."""
         self.inverse_gain = 1 / layer.codec.value_gain()
         self.sm_count = torch.cuda.get_device_properties(layer.codec.device).multi_processor_count
         self.page_lens = torch.zeros(layer.limits.max_requests, dtype=torch.int32, device=layer.codec.device)
 
     def take(self, partials: tuple[int, ...], tokens: int) -> LatentMemory:
-        """Return workspace for parts of results of this shape, and outputs of `tokens` query tokens."""
+        """Return workspace for partial results of this shape, and outputs of `tokens` query tokens."""
         layer, rank = self.layer, self.layer.codec.rank
         shape = (tokens, layer.heads, rank)
         outputs: list[tuple[tuple[int, ...], torch.dtype]] = []
@@ -97,7 +97,8 @@ class LatentWorkspace:
         self.take(most_partials, limits.max_requests * limits.longest_decode)
 
     def count_tokens(self, batch: DecodeBatch) -> torch.Tensor:
-        """Return the tokens that a step's requests read in pages, int32 [requests], in memory that outlives it."""
+        """Return the tokens that a step's requests read in pages, int32 [requests], in memory that outlives the
+        step."""
         assert (batch.ring is None) == (not self.layer.window)
         if batch.ring is None:
             return batch.seq_lens
@@ -111,7 +112,7 @@ class LatentWorkspace:
 
 
 class TritonLatentStep(NamedTuple):
-    """A step's launches, and its splits, a power of 2. `ring`: the launch for it, if any."""
+    """A step's launches, and its splits, a power of 2. `ring`: the ring's launch, if any."""
 
     memory: LatentMemory
     decode: StepLaunch
@@ -213,8 +214,8 @@ class TritonLatents(DecodeKernel[TritonLatentStep, Attended]):
 
 
 class HopperLatentStep(NamedTuple):
-    """Arguments and grids of a step's launches; `ring`: of the one for it, if any. `tensors` are those whose addresses
-    the arguments are."""
+    """Arguments and grids of a step's launches. `ring`: those of the ring's launch, if any. `tensors` keeps tensors
+    alive whose addresses are arguments."""
 
     memory: LatentMemory
     decode: cuda.Step
@@ -223,7 +224,7 @@ class HopperLatentStep(NamedTuple):
 
 
 class HopperLatents(DecodeKernel[HopperLatentStep, Attended]):
-    """The CUDA kernels over latents of one layer. The launch for the ring merges the parts over pages, too."""
+    """The CUDA kernels over latents of one layer. The ring's launch also merges the partial results over pages."""
 
     language = CUDA
 
@@ -235,7 +236,7 @@ class HopperLatents(DecodeKernel[HopperLatentStep, Attended]):
         self.bound: Launches = Launches()
 
     def _partials(self, requests: int, query_len: int) -> tuple[int]:
-        """Rows of parts of results; of each request one stays a part where the launch for the ring merges them."""
+        """Rows of partial results. Where the ring's launch merges them, one of each request stays partial."""
         shape = cuda.latent_grid(self.layer.heads * query_len, self.results.sm_count)
         return (shape.partial_rows(requests if self.layer.window else 0),)
 
@@ -260,7 +261,7 @@ class HopperLatents(DecodeKernel[HopperLatentStep, Attended]):
         self, step: HopperLatentStep, cache: torch.Tensor, queries: tuple[torch.Tensor, ...], ring: Ring | None = None,
         output: torch.Tensor | None = None,
     ) -> Attended:  # fmt: skip
-        """Nothing is launched between the kernel over pages and that for the ring, which begins
+        """Nothing is launched between the kernel over pages and the ring's kernel, which begins
         early (`kernels/cuda/early_launch.py`)."""
         q_latent, q_rope = queries
         binding_key = (cache.data_ptr(), cache.stride(), q_latent.dtype)
@@ -292,7 +293,7 @@ class HopperLatents(DecodeKernel[HopperLatentStep, Attended]):
         return attend
 
     def batches_to_compile(self) -> list[tuple[int, int]]:
-        """Return one batch: a bound kernel has all variants."""
+        """Return one batch, as a bound kernel has all variants."""
         return [(1, 1)]
 
 

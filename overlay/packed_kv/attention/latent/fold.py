@@ -1,4 +1,4 @@
-"""Weights of a layer's latent attention, made to take latents as they are stored."""
+"""Weights of a layer's latent attention, folded so that they apply to latents as stored."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ Pair = tuple[torch.Tensor, torch.Tensor]
 
 
 class FoldedWeights:
-    """`W_UK_T` and `W_UV` of vLLM's layer, folded in memory of their own: vLLM's are views of `kv_b_proj`, which
-    prompts use as it is.
+    """`W_UK_T` and `W_UV` of vLLM's layer, folded in memory of their own: vLLM's weights are views of `kv_b_proj`,
+    which prompts use unchanged.
 
-    The layer's `process_weights_after_loading`, which makes them, is wrapped: where weights are loaded again, they are
-    folded again, into the same memory, as CUDA graphs have its address.
+    We wrap the layer's `process_weights_after_loading`, which makes them: weights that are loaded again are folded
+    again, into the same memory, because CUDA graphs hold its address.
 
     Attributes:
-        up: [heads * nope_dim, rank] and [heads * value_dim, rank]; a stored latent times these, and `lacking` added, is
-            K and V of all heads.
-        lacking: [heads * nope_dim] and [heads * value_dim] of `up`'s dtype, or None: nothing.
-        constant: fp32 [rank], added to means of stored latents; or None: nothing.
+        up: [heads * nope_dim, rank] and [heads * value_dim, rank]; a stored latent times these, plus `lacking`, is K
+            and V of all heads.
+        lacking: [heads * nope_dim] and [heads * value_dim] of `up`'s dtype; None: nothing is added.
+        constant: fp32 [rank], added to means of stored latents; None: nothing is added.
     """
 
     def __init__(self, codec: LatentCodec, layer: Any) -> None:
@@ -36,7 +36,7 @@ class FoldedWeights:
         layer.process_weights_after_loading = self._load_and_fold
 
     def _folded(self) -> tuple[Pair, Pair | None]:
-        """`up` and `lacking` of the layer's weights as they are."""
+        """Compute `up` and `lacking` from the layer's current weights."""
         folded = self.codec.fold(self.layer.W_UK_T.data, self.layer.W_UV.data)
         lacking = self.codec.lacking(folded, self.nope_dim)
         return self._apart(folded), None if lacking is None else self._apart(lacking.to(folded.dtype))

@@ -4,11 +4,11 @@ The rest is vLLM's: it multiplies queries by `W_UK_T` and the output of `forward
 they take latents as stored (`fold.py`), and attends within prompts by its prefill backend, on latents that were not
 stored.
 
-A request's ring is written with the pages, but for prompts that continue: these read what it had before, so their
-tokens follow behind their attention.
+A request's ring is written with the pages, except for prompts that continue: their attention reads the ring's earlier
+tokens, so their own tokens are written after it.
 
 Where ranks split the tokens of a request, vLLM gathers the queries of decodes; each rank attends over its tokens, and
-`combine` takes the place of vLLM's sum over the ranks. Of a prompt's prefix each gathers the tokens of all.
+`combine` replaces vLLM's sum over the ranks. For a prompt's prefix each rank gathers the tokens of all ranks.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from .metadata import LatentMetadata
 
 
 class LatentAttentionImpl(PackedLatents, MLACommonImpl[LatentMetadata]):
-    """Stores latents into packed pages and attends over these. Raises Refused for what they do not support."""
+    """Stores latents into packed pages and attends over these. Raises Refused for what packed pages do not support."""
 
     supports_dcp = True
     supports_pcp = False
@@ -74,7 +74,7 @@ class LatentAttentionImpl(PackedLatents, MLACommonImpl[LatentMetadata]):
         shard = shard_of(self.config)
         ranks = Parallel(dcp=shard.ranks, has_own_queries=has_own_queries(layer))
         refuse(Facts(Latents(is_mla=True), ranks), self.kv_cache_dtype)
-        self.add_window()  # of a layer that did not call `process_weights_after_loading`
+        self.add_window()  # a layer may not have called `process_weights_after_loading`
         if shard.ranks > 1:
             self.ranks, layer.dcp_manager.combine = Ranks(shard), self.combine
         codec, weights = self.fold(layer_name, layer, LatentCodec)
@@ -86,8 +86,8 @@ class LatentAttentionImpl(PackedLatents, MLACommonImpl[LatentMetadata]):
         self.kernels = latent_kernels(fmt, layout, engine)
 
     def reserve_workspace(self) -> None:
-        """Size vLLM's workspace for any batch, in its profiling run, take there the memory that ranks exchange, and
-        have kernels compiled; `wait_for_all` of `kernels/precompile.py` returns once they are."""
+        """In vLLM's profiling run, size its workspace for any batch, take the memory that ranks exchange, and begin to
+        compile kernels; `wait_for_all` of `kernels/precompile.py` returns once they are compiled."""
         if self.kernels is None:
             return
         self.kernels.decode.reserve()
@@ -110,7 +110,7 @@ class LatentAttentionImpl(PackedLatents, MLACommonImpl[LatentMetadata]):
         output: torch.Tensor,
         output_scale: torch.Tensor | None = None,
     ) -> None:
-        """Attend to a batch's prompts, by vLLM; then write their tokens into their rings, unless they are there.
+        """Attend to a batch's prompts by vLLM, then write their tokens into the rings, unless they are written already.
 
         Arguments are vLLM's: q [tokens, heads, qk_head_dim], kv_c_normed [tokens, rank], k_pe [tokens, 1, rope_dim],
         kv_c_and_k_pe_cache uint8 [blocks, block_size, slot_bytes]; output [tokens, heads * v_head_dim] is filled.
@@ -132,12 +132,12 @@ class LatentAttentionImpl(PackedLatents, MLACommonImpl[LatentMetadata]):
 
         Args:
             q: [tokens, heads, rank], times the folded `W_UK_T`, and [tokens, heads, rope_dim]; or both side by side.
-                Where ranks split the tokens, of the heads of all.
+                Where ranks split the tokens: queries of all ranks' heads.
             kv_c_and_k_pe_cache: uint8 [blocks, block_size, slot_bytes].
 
         Returns:
             [tokens, heads, rank] of the queries' dtype, to be multiplied by the folded `W_UV`, and no lse; where ranks
-            split the tokens, what `combine` takes.
+            split the tokens, the arguments of `combine`.
         """
         sizes = [self.kv_lora_rank, self.qk_rope_head_dim]
         q_latent, q_rope = q if isinstance(q, tuple) else q.split(sizes, dim=-1)
@@ -156,15 +156,15 @@ class LatentAttentionImpl(PackedLatents, MLACommonImpl[LatentMetadata]):
     def combine(
         self, part: torch.Tensor, lse: torch.Tensor, *, seq_lens: torch.Tensor, query_start_loc: torch.Tensor
     ) -> torch.Tensor:
-        """Attention over all ranks' tokens from that over this one's, in the place of `MLADCPManager.combine`, whose
-        Triton kernel no CPU has, and which rounds each rank's part.
+        """Combine this rank's attention with the other ranks' results. Replaces `MLADCPManager.combine`, whose Triton
+        kernel does not run on CPUs and which rounds each rank's part.
 
         Args:
             part, lse: of `forward_mqa`: fp32 [tokens, heads of all ranks, rank] and [tokens, heads of all ranks].
             seq_lens, query_start_loc: not needed, as lse is -inf where a rank has no token.
 
         Returns:
-            Of this rank's heads, [tokens, heads, rank] of the model's dtype, the constant added.
+            The result for this rank's heads, [tokens, heads, rank] of the model's dtype, the constant added.
         """
         assert self.ranks is not None and self.weights is not None
         output, _ = self.ranks.combine(part, lse)
@@ -187,9 +187,10 @@ class LatentAttentionImpl(PackedLatents, MLACommonImpl[LatentMetadata]):
     def _gather_over_ranks(
         self, cache: torch.Tensor, block_table: torch.Tensor, context: Any, chunk: Any
     ) -> torch.Tensor:
-        """Rows of a chunk's tokens, request by request, and of a request rank by rank, each in memory of its own.
+        """Rows of a chunk's tokens, ordered by request and then by rank, in new memory.
 
-        Every rank reads as many rows of a request, whole runs of tokens; what lies behind its last one is left out.
+        Every rank gathers equally many rows of a request, in whole runs of tokens; rows behind a rank's last token are
+        left out.
         """
         assert self.kernels is not None and self.ranks is not None
         ranks, count, lens = self.ranks.shard.ranks, chunk.num_local_context_tokens, chunk.padded_local_seq_lens

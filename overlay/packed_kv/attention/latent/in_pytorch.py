@@ -14,21 +14,21 @@ from ...reference.latent_attention import attend, read_recent, read_tokens
 from ..protocols import DecodeBatch, DecodeKernel
 
 Attended = tuple[torch.Tensor, torch.Tensor | None]
-"""Output [tokens, heads, rank] of decodes, and the natural lse, fp32 [tokens, heads], where ranks split the tokens."""
+"""Output [tokens, heads, rank] of decodes; where ranks split the tokens, also the natural lse, fp32 [tokens, heads]."""
 
 
 @dataclass(frozen=True)
 class RecentContext:
-    """The rings of a chunk's requests, and tokens of each before the batch's own, int32 [requests]."""
+    """The rings of a chunk's requests, and for each request the tokens before the batch's own, int32 [requests]."""
 
     ring: Ring
     context_lens: torch.Tensor
 
 
 class PrefixChunk(NamedTuple):
-    """Tokens of requests to gather: `starts`, int32 [requests], the first of each, a multiple of 16; `cu_seq_lens`,
-    int32 [requests + 1], rows where they go; `max_seq_len` of a request; `seq_lens`, on the host. vLLM's chunks of a
-    prefix have these, too."""
+    """Tokens of requests to gather. `starts`: int32 [requests], first token of each, a multiple of 16. `cu_seq_lens`:
+    int32 [requests + 1], target rows. `max_seq_len`: the most of a request. `seq_lens`: on the host. vLLM's chunks of a
+    prefix have the same fields."""
 
     starts: torch.Tensor
     cu_seq_lens: torch.Tensor
@@ -46,8 +46,8 @@ class ReferenceLatentPrefix:
         self, cache: torch.Tensor, block_table: torch.Tensor, chunk: Any, rows: torch.Tensor,
         recent: RecentContext | None = None,
     ) -> None:  # fmt: skip
-        """Fill rows [tokens, rank + rope_dim] with stored latents and RoPE channels of requests of a prompt's chunk,
-        whose rows of the block table are `block_table`; those in the ring from there."""
+        """Fill rows [tokens, rank + rope_dim] with stored latents and RoPE channels of a chunk's requests; tokens in
+        the ring are read from there. `block_table`: the requests' rows of the block table."""
         row = 0
         for blocks, start, count in zip(block_table, chunk.starts.tolist(), chunk.seq_lens.tolist(), strict=True):
             rows[row : row + count] = torch.cat(read_tokens(self.codec, cache, blocks, start, start + count), dim=-1)
@@ -56,12 +56,12 @@ class ReferenceLatentPrefix:
             self.read_ring(chunk, rows, recent, 1.0)
 
     def gather_values(self, chunk: Any, rows: torch.Tensor, recent: RecentContext) -> None:
-        """Divide latents in `rows` [tokens, rank + rope_dim] that `gather` read in the ring by V's gain, which is
+        """Divide the latents in `rows` [tokens, rank + rope_dim] that `gather` read from the ring by V's gain, which is
         folded into `W_UV`."""
         self.read_ring(chunk, rows, recent, self.codec.value_gain())
 
     def read_ring(self, chunk: Any, rows: torch.Tensor, recent: RecentContext, gain: torch.Tensor | float) -> None:
-        """Put these tokens' vectors in rings into `rows` [tokens, rank + rope_dim], latents divided by `gain`."""
+        """Copy these tokens' vectors from the rings to `rows` [tokens, rank + rope_dim], latents divided by `gain`."""
         ring, row = recent.ring, 0
         for request, (start, count) in enumerate(zip(chunk.starts.tolist(), chunk.seq_lens.tolist(), strict=True)):
             low = max(int(ring.first[request]), int(recent.context_lens[request]) - ring.window + 1, start)

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class LatentKernels(NamedTuple):
-    """Kernels of a layer's attention: those of all writes and of decodes, and what gathers prefixes of prompts."""
+    """Kernels of a layer's attention: all writes, decodes, and the gathering of prompts' prefixes."""
 
     store: LatentStore
     decode: DecodeKernel[Any, Attended]

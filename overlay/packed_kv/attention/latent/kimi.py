@@ -1,5 +1,5 @@
-"""Attention of the layer of Kimi K3 and Kimi-Linear, which is none of vLLM's `MLAAttention`: it writes its cache by
-kernels of its own, and so knows the dtypes of plain rows alone.
+"""Attention of Kimi K3's and Kimi-Linear's layer. Its class is not vLLM's `MLAAttention`: it writes its cache by
+kernels of its own, and so knows only dtypes of plain rows.
 
 `attend_latents` takes the place of the layer's `_attention`; all else of the layer stays. Modelled on that method, and
 on `MLAAttention.forward_impl`, of vLLM 0.33.0 (models/kimi_k3/nvidia/mla.py and
@@ -21,7 +21,8 @@ LAYER = "vllm.models.kimi_k3.nvidia.mla.MultiHeadLatentAttention"
 
 
 def is_kimi_layer(layer: Any) -> bool:
-    """True for a layer of this class without RoPE; with RoPE it is of a draft that writes its context itself."""
+    """True for a layer of this class without RoPE. A layer with RoPE belongs to a draft that writes its context
+    itself."""
     kind = type(layer)
     return f"{kind.__module__}.{kind.__qualname__}" == LAYER and layer.rotary_emb is None
 
@@ -40,7 +41,8 @@ def adopt(layer: Any) -> None:
 def attend_latents(
     layer: Any, q: torch.Tensor, kv_c_normed: torch.Tensor, k_pe: torch.Tensor, attn_out: torch.Tensor
 ) -> None:
-    """Store a batch's latents and attend: decodes first, then prompts. No ranks split the tokens: states lie beside.
+    """Store a batch's latents and attend: decodes first, then prompts. No ranks split the tokens, as the model has
+    state layers too.
 
     Args:
         q: [tokens or more, heads, nope_dim + rope_dim].

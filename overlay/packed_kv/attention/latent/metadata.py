@@ -1,4 +1,4 @@
-"""Per-batch metadata of latent attention: vLLM's, with the queries of decodes that have drafts."""
+"""Per-batch metadata of latent attention: vLLM's metadata and the query tokens of decodes with drafts."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class LatentDecodeMetadata(MLACommonDecodeMetadata):
 
 @dataclass
 class LatentMetadata(MLACommonMetadata[LatentDecodeMetadata]):
-    """vLLM's metadata, for latents of any size. `steps` keeps what the first layer of a kind made for the others."""
+    """vLLM's metadata, for latents of any size. `steps` is the step cache of layers of one kind."""
 
     steps: StepCache = field(default_factory=StepCache)
 
@@ -63,7 +63,7 @@ class LatentMetadataBuilder(MLACommonMetadataBuilder[LatentMetadata]):
         self, kv_cache_spec: AttentionSpec, layer_names: list[str], vllm_config: VllmConfig, device: torch.device
     ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device, LatentMetadata)
-        # Parts of a prefix begin at multiples of this: at whole blocks of each rank that has some of its tokens.
+        # Parts of a prefix begin at multiples of this number, so at whole blocks of each rank.
         self.page_size *= self.dcp_world_size
         layers = vllm_config.compilation_config.static_forward_context
         layers[layer_names[0]].impl.reserve_workspace()  # 0.32 does not ask for it in its profiling run
@@ -71,7 +71,7 @@ class LatentMetadataBuilder(MLACommonMetadataBuilder[LatentMetadata]):
 
     @classmethod
     def get_cudagraph_support(cls, vllm_config: VllmConfig, kv_cache_spec: AttentionSpec) -> AttentionCGSupport:
-        """Batches of decodes, drafts included, where a kernel serves them."""
+        """Support for batches of decodes, drafts included, where a kernel serves them."""
         if current_platform.is_cuda() and vllm_config.model_config.dtype != torch.float32:
             return AttentionCGSupport.UNIFORM_BATCH
         return AttentionCGSupport.NEVER

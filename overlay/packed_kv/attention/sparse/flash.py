@@ -1,7 +1,7 @@
-"""Sparse attention over latent rows on CUDA by vLLM's FlashMLA: of prompts, and of decodes where `hopper.py` does not
+"""Sparse attention over latent rows on CUDA by vLLM's FlashMLA: for prompts, and for decodes where `hopper.py` does not
 serve the layer.
 
-`kernels/triton` gathers rows to bf16, which attention of decodes reads twice. `flash_mla_sparse_fwd` takes bf16 rows of
+`kernels/triton` gathers rows to bf16; attention of decodes reads these twice. `flash_mla_sparse_fwd` takes bf16 rows of
 512 + 64 channels.
 """
 
@@ -35,15 +35,15 @@ Specs = tuple[tuple[tuple[int, ...], torch.dtype], ...]
 
 
 def padded_heads(heads: int) -> int:
-    """Heads that the kernel computes for so many. Raises ValueError for more than it can."""
+    """Return the padded number of heads that the kernel computes. Raises ValueError for more heads than it supports."""
     if heads > HEADS[-1]:
         raise ValueError(f"{heads} query heads on a rank, and FlashMLA takes up to {HEADS[-1]}; use more ranks")
     return next(count for count in HEADS if count >= heads)
 
 
 class PickedRows(NamedTuple):
-    """Numbers of rows that tokens read, int32 [tokens, picks]; negative: none. `counts`: int32 [tokens], a bound behind
-    which there is none, or None."""
+    """Numbers of the rows that tokens read, int32 [tokens, picks]; negative: no pick. `counts`: int32 [tokens], all
+    picks of a token are before this index; or None."""
 
     rows: torch.Tensor
     counts: torch.Tensor | None = None
@@ -52,11 +52,10 @@ class PickedRows(NamedTuple):
 class SparseMemory(NamedTuple):
     """Workspace of a step, which each layer overwrites.
 
-    `partial`: what the decode kernel asked for. `rows`: bf16 [rows, 576], gathered; `own`: bf16 [tokens, 576], of the
-    batch's prompts. `query`: bf16 [slice, padded heads, 576]. `stored`, `over_own`: bf16 [slice, padded heads, 512],
-    attention over each kind. `stored_picks`, `own_picks`: int32 [slice, picks], and their counts, int32 [slice].
-    `output`: bf16 [tokens, heads, 512]. `lse`: fp32 [tokens, heads], of the output; of one token where there are no
-    sinks.
+    `partial`: partial results of the decode kernel. `rows`: bf16 [rows, 576], gathered; `own`: bf16 [tokens, 576], of
+    the batch's prompts. `query`: bf16 [slice, padded heads, 576]. `stored`, `over_own`: bf16 [slice, padded heads,
+    512], attention over each kind. `stored_picks`, `own_picks`: int32 [slice, picks], and their counts, int32 [slice].
+    `output`: bf16 [tokens, heads, 512]. `lse`: fp32 [tokens, heads], of the output; without sinks, room for one token.
     """
 
     partial: tuple[torch.Tensor, ...]
@@ -73,7 +72,8 @@ class SparseMemory(NamedTuple):
     lse: torch.Tensor
 
     def slices(self, first: int, last: int, picks: int) -> Iterator[slice]:
-        """Slices of the query tokens `first` to `last` - 1 whose picks, so many each, the workspace holds together."""
+        """Cut the query tokens `first` to `last` - 1 into slices whose picks fit the workspace; each token has `picks`
+        picks."""
         most = max(1, min(len(self.query), len(self.rows) // picks))
         return (slice(start, min(start + most, last)) for start in range(first, last, most))
 
@@ -81,13 +81,13 @@ class SparseMemory(NamedTuple):
 def workspace_of(
     layer: SparseLayout, most_rows: int, most_tokens: int, partial: Specs = ()
 ) -> Callable[[], SparseMemory]:
-    """Return what takes the workspace of a layer's steps, sized when it first does, in the engine's start.
+    """Return a function that takes the workspace of a layer's steps; its first call, at engine start, sizes it.
 
     Args:
         layer: its layout.
         most_rows: at least the tokens of the longest request.
         most_tokens: of a batch.
-        partial: shapes and dtypes of what the decode kernel needs besides.
+        partial: shapes and dtypes of the decode kernel's partial results.
     """
     codec, picks, heads = layer.codec, layer.picks, padded_heads(layer.heads)
     width, tokens = codec.rank + codec.rope_dim, min(SLICE_TOKENS, most_tokens)
@@ -117,8 +117,8 @@ class RowGather(LayerKernel):
         self, cache: torch.Tensor, block_table: torch.Tensor, requests: torch.Tensor, positions: torch.Tensor,
         rows: torch.Tensor,
     ) -> None:  # fmt: skip
-        """Fill `rows` [tokens, rank + rope_dim]: `requests` int32 [tokens / n] are those of n neighbours each in
-        `positions`, int32 [tokens]; negative: none."""
+        """Fill `rows` [tokens, rank + rope_dim]: `positions` int32 [tokens] (negative: no token); `requests` int32
+        [tokens / n] has the request of each n neighbouring positions."""
         count, a_request = len(positions), len(positions) // len(requests)
         assert len(rows) == count and rows.is_contiguous(), (rows.shape, count)
         launch = self.bound.get(
@@ -185,7 +185,7 @@ class FlashDecodes(DecodeKernel[SparseDecodes, None]):
 
 
 class FlashPrompts(PrefillKernel[SparseBatch]):
-    """Attends to prompts of one layer: over what is stored of them, over their own latents, and merges both."""
+    """Attends to prompts of one layer: over their stored tokens, over their own latents, and merges both."""
 
     def __init__(self, layer: SparseLayout, rows: RowGather) -> None:
         self.layer, self.rows = layer, rows
@@ -214,7 +214,7 @@ class FlashPrompts(PrefillKernel[SparseBatch]):
                 self.merge(batch.output[part], stored, own, picks, lse)
 
     def raw(self, memory: SparseMemory, new: Latents) -> torch.Tensor:
-        """Rows of latents as the model has them, in the basis of stored ones."""
+        """Return rows of the model's own latents, in the basis of stored latents."""
         rank, rows = self.layer.codec.rank, memory.own[: len(new[0])]
         latent = new[0].float() @ self.basis
         rows[:, :rank] = latent if self.mean is None else latent - self.mean
@@ -224,7 +224,7 @@ class FlashPrompts(PrefillKernel[SparseBatch]):
     def split(
         self, memory: SparseMemory, picks: torch.Tensor, prompt: PromptPart, inside: slice
     ) -> tuple[PickedRows, PickedRows]:
-        """Rows of picks, stored and own; of the tokens `inside` the prompt."""
+        """Return the picks of the tokens `inside` the prompt as rows, stored ones and own ones."""
         tokens, most = len(picks), self.layer.picks
         assert picks.shape[1] == most and picks.is_contiguous(), (picks.shape, picks.stride())
         launch = self.bound.get("split", None, lambda: SplitPicksLaunch(most))
@@ -262,8 +262,8 @@ class TritonSinks(LayerKernel):
         self.bound: Launches = Launches()
 
     def share(self, output: torch.Tensor, lse: torch.Tensor, query: torch.Tensor) -> None:
-        """Rescale `output` [tokens, heads, rank] in place, by its lse fp32 [tokens, heads]. `query`: the first of
-        `Queries`."""
+        """Rescale `output` [tokens, heads, rank] in place, by its lse fp32 [tokens, heads]. `query`: the first tensor
+        of `Queries`."""
         layer, sinks = self.layer, self.layer.sinks
         assert sinks is not None
         binding_key: tuple[Any, ...] = (sinks.data_ptr(), query.stride(), query.dtype)

@@ -1,6 +1,6 @@
 """Decode attention over picked latent rows by `kernels/cuda`, which reads packed rows itself.
 
-Each query token is to the kernel what a request is to dense attention; see `kernels/cuda/latent_pick_launch.py`.
+To the kernel each query token is a request; see `kernels/cuda/latent_pick_launch.py`.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from .metadata import SparseDecodes
 
 
 class HopperSparseStep(NamedTuple):
-    """Arguments and grids of a step's launches; `tensors` are those whose addresses the arguments are, besides the
-    layer's own."""
+    """Arguments and grids of a step's launches; `tensors` keeps tensors alive whose addresses are arguments, besides
+    the layer's own."""
 
     decode: cuda_picks.PickStep
     tensors: tuple[SparseDecodes, cuda.Parts]

@@ -1,8 +1,8 @@
 """vLLM's implementation of a layer's sparse attention over latents (DeepSeek V3.2, GLM-5, Hy4): store, picks, prompts.
 
 vLLM's indexer picks the tokens. Prompts of up to `index_topk` tokens are attended to densely, by vLLM's prefill
-backend, which knows no sinks: a layer with sinks has all of its tokens read picks. Prefixes of dense prompts are
-gathered as of dense latents. Modelled on `SparseMLACommonImpl` of vLLM 0.33.0
+backend, which knows no sinks: in a layer with sinks, all tokens read picks. Prefixes of dense prompts are gathered as
+in dense latent attention. Modelled on `SparseMLACommonImpl` of vLLM 0.33.0
 (model_executor/layers/attention/sparse_mla_attention.py), sinks on its `HYV4FlashMLASparseImpl`
 (models/hy_v4/nvidia/flashmla_sparse.py; both Apache-2.0).
 """
@@ -27,13 +27,13 @@ from .metadata import Latents, SparseLatentMetadata, workspace_rows
 
 
 class SparseLatentImpl(PackedLatents, SparseMLACommonImpl[SparseLatentMetadata]):
-    """Stores latent rows and attends over those that were picked. Raises Refused for what they do not support."""
+    """Stores latent rows and attends over the picked ones. Raises Refused for what packed pages do not support."""
 
     supports_dcp = False
     supports_pcp = False
     can_return_lse_for_decode = False
     stores_latents = True
-    """Read by the patched layer of vLLM, which has the store write and hands over `new_latents`."""
+    """Flag that vLLM's patched layer reads; the layer then calls the store and hands over `new_latents`."""
     kernels: SparseKernels | None = None
 
     def __init__(
@@ -75,14 +75,14 @@ class SparseLatentImpl(PackedLatents, SparseMLACommonImpl[SparseLatentMetadata])
             metadata.new_latents = new
 
     new_latents = property(None, _hand_over)
-    """Latents of a batch. Whoever is about to attend sets them, as vLLM's patched layer does; the batch's metadata keep
-    them, so that nothing is left of a step that fails."""
+    """Latents of a batch. The caller sets them before attention, as vLLM's patched layer does. The batch's metadata
+    keep them, so that a failed step leaves nothing behind."""
 
     def do_kv_cache_update(
         self, kv_c_normed: torch.Tensor, k_pe: torch.Tensor, *arguments: Any, **options: Any
     ) -> None:
-        """Store a batch; see `PackedLatents`. A layer that does not hand over its latents stores and attends in turn,
-        so that is done here; where the store is in a CUDA graph, later steps do not pass here."""
+        """Store a batch; see `PackedLatents`. A layer that does not hand over its latents attends right after its
+        store, so this method keeps them. Where the store is in a CUDA graph, later steps do not run this method."""
         super().do_kv_cache_update(kv_c_normed, k_pe, *arguments, **options)
         if not self.is_handed_latents:
             self.new_latents = kv_c_normed, k_pe.flatten(1)
@@ -100,7 +100,7 @@ class SparseLatentImpl(PackedLatents, SparseMLACommonImpl[SparseLatentMetadata])
         attn_metadata: SparseLatentMetadata,
         layer: Any,
     ) -> tuple[torch.Tensor, None]:
-        """Attention of a batch's decodes, or of all of it, over picked latents.
+        """Attention of a batch's decodes, or of all its tokens, over picked latents.
 
         Args:
             q: [tokens, heads, rank], times the folded `W_UK_T`, and [tokens, heads, rope_dim]; or both side by side.
@@ -111,7 +111,7 @@ class SparseLatentImpl(PackedLatents, SparseMLACommonImpl[SparseLatentMetadata])
         """
         q_latent, q_rope = q if isinstance(q, tuple) else q.split([self.kv_lora_rank, self.qk_rope_head_dim], dim=-1)
         new, attn_metadata.new_latents = attn_metadata.new_latents, None
-        buffer = self.topk_indices_buffer  # vLLM puts another in its place for drafts
+        buffer = self.topk_indices_buffer  # for drafts vLLM replaces it by another
         assert buffer is not None and self.kernels is not None
         picks = buffer[: len(q_latent)]
         return self.kernels.attend(attn_metadata, kv_c_and_k_pe_cache, (q_latent, q_rope), picks, new), None

@@ -13,7 +13,8 @@ SLICE_PICKS = 1 << 16
 
 
 def attend_in_pytorch(layer: SparseLayout, batch: SparseBatch) -> None:
-    """Fill `batch.output` and `batch.lse`: decodes from gathered rows, prompts from these and their own latents."""
+    """Fill `batch.output` and `batch.lse`: decodes read gathered rows, prompts read gathered rows and their own
+    latents."""
     codec, metadata, picks = layer.codec, batch.metadata, batch.picks
     assert batch.lse is not None
     decodes, at_once = metadata.num_decode_tokens, max(1, SLICE_PICKS // picks.shape[1])

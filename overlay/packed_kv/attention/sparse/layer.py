@@ -1,11 +1,11 @@
 """Sparse attention of one layer over latent rows, and its step from top to bottom.
 
 Each query token reads the tokens that vLLM's indexer picked for it. Decodes read rows of pages, their own included: on
-Hopper by a kernel that reads packed rows (`hopper.py`). Prompts read what was before the batch from pages and their own
-tokens as the model has them; see `reference/sparse_latents.py`. Their rows are gathered into a workspace, in the basis
-in which latents are stored, and attention over them is FlashMLA's (`flash.py`), or PyTorch's (`in_pytorch.py`). So are
-rows of decodes where no kernel reads packed ones. Where heads have sinks, the results of the batch are rescaled by
-their lse at the end, decodes and prompts alike.
+Hopper by a kernel that reads packed rows (`hopper.py`). Prompts read earlier tokens from pages, and their own tokens as
+the model has them; see `reference/sparse_latents.py`. Rows of prompts are gathered into a workspace, in the basis in
+which latents are stored; FlashMLA (`flash.py`) or PyTorch (`in_pytorch.py`) attends over them. Rows of decodes are
+gathered, too, where no kernel reads packed rows. Where heads have sinks, the results of the batch are rescaled by their
+lse at the end, decodes and prompts alike.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ class SparseKernels:
     """Kernels of a layer's attention, and its shape.
 
     `store`: all writes. `prefix`: gathers prefixes of prompts that read all tokens: a `ReferenceLatentPrefix` or
-    `RowGather`. On a GPU: `decode`, `prefill`: of decodes, and of prompts that read picks; None: all runs in PyTorch.
-    `sinks`: shares weights with these, or None. `take`: returns the memory of a step.
+    `RowGather`. On a GPU: `decode`, `prefill`: kernels of decodes, and of prompts that read picks; None: all runs in
+    PyTorch. `sinks`: the kernel that shares weights with the sinks, or None. `take`: returns the memory of a step.
     """
 
     layer: SparseLayout
@@ -52,7 +52,7 @@ class SparseKernels:
 
         Args:
             metadata, cache, queries, picks: see `SparseBatch`.
-            new: of all tokens of the batch; looked at where there are prompts.
+            new: latents of all tokens of the batch; read where there are prompts.
 
         Returns:
             [tokens, heads, rank] of the queries' dtype, on a GPU in memory that the next layer overwrites.

@@ -27,7 +27,8 @@ Latents = tuple[torch.Tensor, torch.Tensor]
 Queries = tuple[torch.Tensor, torch.Tensor]
 """[tokens, heads, rank], which meet stored latents, and [tokens, heads, rope_dim]."""
 WORKSPACE_CONTEXTS = 2
-"""Contexts of the model that the workspace holds where vLLM does not say (`sparse_mla_prefill_workspace_factor`)."""
+"""Requests of full context length that the workspace holds if vLLM does not say
+(`sparse_mla_prefill_workspace_factor`)."""
 
 
 @dataclass(frozen=True)
@@ -35,9 +36,10 @@ class PromptPart:
     """Neighbouring prompts of a batch, whose tokens before the batch fit the workspace together.
 
     `first`, `last`: their tokens in the batch, the last one not included. `stored_rows`: tokens before the batch.
-    `requests`, `positions`: int32 [stored_rows], rows of the batch's block table and positions of these, in order.
-    `first_own`, `stored_offset`, `own_offset`: int32 [last - first]; see `reference.sparse_latents.split_picks`. Rows
-    of their own tokens are counted from the first prompt of the batch.
+    `requests`, `positions`: int32 [stored_rows], the stored tokens' rows of the batch's block table and their
+    positions, in order. `first_own`, `stored_offset`, `own_offset`: int32 [last - first]; see
+    `reference.sparse_latents.split_picks`. Rows of the prompts' own tokens are counted from the first prompt of the
+    batch.
     """
 
     first: int
@@ -52,9 +54,9 @@ class PromptPart:
 
 @dataclass(kw_only=True)
 class SparseLatentMetadata(SparseMLACommonMetadata):
-    """vLLM's metadata. `prompts`: all but the batch's decodes, whether they read picks or everything. `steps` keeps
-    what the first layer of a kind made for the others. `new_latents`: of the batch's tokens, in the layer that has
-    stored them and is about to attend."""
+    """vLLM's metadata. `prompts`: all requests but the decodes, whether they read picks or all tokens. `steps` is the
+    step cache of layers of one kind. `new_latents`: latents of the batch's tokens, set between a layer's store and its
+    attention."""
 
     prompts: tuple[PromptPart, ...] = ()
     steps: StepCache = field(default_factory=StepCache)
@@ -77,10 +79,10 @@ class SparseDecodes(DecodeBatch):
 class SparseBatch:
     """Rows of a batch that a layer attends for: its decodes, or decodes and prompts.
 
-    `cache`: uint8 [blocks, block_size, slot_bytes]. `queries`: of the tokens that are attended to, decodes first.
-    `picks`: int32 [tokens, picks], positions in requests; negative: none. `new`: latents of these tokens; looked at
-    where there are prompts. `memory`: the step's `SparseMemory`, on a GPU. `output` [tokens, heads, rank] and, unless
-    None, `lse` fp32 [tokens, heads], natural, are to be filled.
+    `cache`: uint8 [blocks, block_size, slot_bytes]. `queries`: queries of these rows, decodes first. `picks`: int32
+    [tokens, picks], positions in requests; negative: no pick. `new`: latents of these tokens; read where there are
+    prompts. `memory`: the step's `SparseMemory`, on a GPU. `output` [tokens, heads, rank] and, unless None, `lse` fp32
+    [tokens, heads], natural, are to be filled.
     """
 
     metadata: SparseLatentMetadata
@@ -104,7 +106,7 @@ class SparseBatch:
 
 
 def workspace_rows(config: VllmConfig) -> int:
-    """Rows of the workspace: of a few contexts of the model, as vLLM's own sparse attention over fp8 has."""
+    """Return the rows of the workspace: a few times the model's context, as in vLLM's own sparse attention over fp8."""
     factor = sparse_workspace_contexts(config) or WORKSPACE_CONTEXTS
     return config.model_config.max_model_len * factor
 
@@ -117,7 +119,7 @@ class SparseLatentBuilder(SparseMLACommonMetadataBuilder[SparseLatentMetadata]):
 
     metadata_cls = SparseLatentMetadata
     supports_draft_decode_metadata_update = False
-    """A step's cache keeps counts of these `seq_lens`, so each step of drafts needs metadata of its own."""
+    """The step cache keeps counts that depend on `seq_lens`, so each step of drafts needs metadata of its own."""
 
     def __init__(
         self, kv_cache_spec: AttentionSpec, layer_names: list[str], vllm_config: VllmConfig, device: torch.device
@@ -151,7 +153,7 @@ def prompt_parts(
     assert on_host is not None
     query_starts = common.query_start_loc_cpu[first:].tolist()
     contexts = [
-        max(0, seq_len - (stop - start))  # a dummy batch may say less
+        max(0, seq_len - (stop - start))  # a dummy batch may have a smaller value
         for seq_len, (start, stop) in zip(on_host[first:].tolist(), pairwise(query_starts), strict=True)
     ]
     bounds, stored = [0], 0
@@ -172,7 +174,8 @@ def _part(
     metadata: SparseLatentMetadata, common: CommonAttentionMetadata, first: int, low: int, high: int, stored_rows: int,
     query_starts: list[int],
 ) -> PromptPart:  # fmt: skip
-    """The prompts `low` .. `high` - 1, counted from the first one; `query_starts`: of prompts, on the host."""
+    """Return the part with the prompts `low` .. `high` - 1, counted from the first prompt; `query_starts`: first rows
+    of prompts, on the host."""
     starts = common.query_start_loc[first + low : first + high + 1]
     context = common.seq_lens[first + low : first + high] - starts.diff()
     context = context.clamp_min(0)

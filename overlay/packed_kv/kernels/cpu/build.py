@@ -1,8 +1,8 @@
 """Compile a kernel for the processor at hand at first use, and load it.
 
-A library is kept in the cache of `kernel_cache.py` under a name that has its sources, flags, compiler and processor in
-it, so that it is never loaded where another was meant. It has a C interface, and needs the C library alone: neither
-libstdc++ nor an OpenMP library, as it runs in the threads of PyTorch's (`threads.h`).
+A library is kept in the cache of `kernel_cache.py` under a name that covers its sources, flags, compiler and processor,
+so that no wrong library is ever loaded. It has a C interface, and needs the C library alone: neither libstdc++ nor an
+OpenMP library, as it runs in the threads of PyTorch's (`threads.h`).
 """
 
 from __future__ import annotations
@@ -54,12 +54,12 @@ class Program(NamedTuple):
 
 
 class _Refused(BuildError):
-    """The loader refuses a library: one of the cache may be of another machine."""
+    """The loader refuses a library: the cache may hold another machine's."""
 
 
 def load_library(program: Program, constants: str, target: Target | None = None) -> ctypes.CDLL:
-    """Return a program compiled with these constants, from the cache or compiled (some seconds). What fails once is
-    not tried again in this process: each layer asks.
+    """Return a program compiled with these constants, from the cache or compiled (some seconds). A failed compilation
+    is not repeated in this process, though each layer asks.
 
     Args:
         program: see `Program`.
@@ -67,7 +67,7 @@ def load_library(program: Program, constants: str, target: Target | None = None)
         target: None: the best of this processor.
 
     Raises:
-        BuildError: there is no compiler, or it fails, or what it made cannot be loaded; the message is one line.
+        BuildError: there is no compiler, or it fails, or its library cannot be loaded; the message is one line.
     """
     loaded = _load(program, constants, target)
     if isinstance(loaded, BuildError):
@@ -88,7 +88,7 @@ def _load_or_compile(program: Program, constants: str, target: Target | None) ->
     """Raises BuildError."""
     sources = read_sources(program) | {CONSTANTS: constants}
     compiler, target = find_compiler(), target or best_target()
-    if not is_usable(target):  # also asks for the permission that it may need
+    if not is_usable(target):  # also asks for the permission that AMX may need
         raise BuildError(f"this process cannot use {target.name}: name another target")
     flags = (*FLAGS, *program.flags, *target.flags)
     key = hashlib.sha256(repr((sources, flags, LIBRARIES, compiler, processor_key())).encode()).hexdigest()
@@ -125,7 +125,7 @@ def _openmp_library() -> str:
 
 
 def processor_key() -> tuple[str, tuple[str, ...]]:
-    """Return what a library must not be loaded without: the processor's name and features."""
+    """Return the machine that a library must match to be loaded: the processor's name and features."""
     name, features = processor()
     return name, tuple(sorted(features))
 
@@ -155,7 +155,7 @@ def _compile(program: Program, sources: dict[str, str], compiler: Compiler, flag
             done = subprocess.run(
                 command, cwd=folder, capture_output=True, text=True, errors="replace", timeout=COMPILE_SECONDS,
                 env={**os.environ, "LC_ALL": "C"},
-                pass_fds=(lock,),  # a compiler that outlives this process keeps its folder
+                pass_fds=(lock,),  # if a compiler outlives this process, its folder stays
             )  # fmt: skip
             if not done.returncode:
                 return (folder / LIBRARY).read_bytes()
@@ -178,7 +178,7 @@ OF_THE_FOLDER = (*TOO_LARGE, *map(os.strerror, (errno.ENOSPC, errno.EDQUOT, errn
 
 
 def _remedy(said: str) -> str:
-    """Return what helps where files cannot be written or loaded. `said`: of an error, or of a compiler."""
+    """Return the remedy where files cannot be written or loaded. `said`: text of an error or of a compiler."""
     if any(reason in said for reason in TOO_LARGE):
         return "raise the largest size of a file (ulimit -f)"
     try:
@@ -196,8 +196,8 @@ def _otherwise() -> Path | None:
 
 
 def _open(stem: str, code: bytes) -> ctypes.CDLL:
-    """Load machine code from memory, so that what was checked is what is loaded, whatever becomes of the file; from a
-    folder where a machine makes no files in memory, or runs no code from them. Raises BuildError."""
+    """Load machine code from memory, so that exactly the checked bytes are loaded, whatever happens to the file. Load
+    it from a folder where a machine makes no files in memory, or runs no code from them. Raises BuildError."""
     with suppress(OSError):
         return _open_in_memory(stem, code)
     try:

@@ -34,7 +34,7 @@ class NoCompiler(BuildError):
 
 
 class Compiler(NamedTuple):
-    """A command that compiles C++, and the first line that it says of its version."""
+    """A command that compiles C++, and the first line of its version text."""
 
     command: tuple[str, ...]
     version: str
@@ -67,7 +67,7 @@ TARGETS = (
     _x86("avx2", *_AVX2),
     Target("neon", ("asimd",), ()),
 )
-"""The best first. Each is a build of the same sources."""
+"""Targets, the best first. All are built from the same sources."""
 
 
 def find_compiler() -> Compiler:
@@ -131,7 +131,7 @@ def processor() -> tuple[str, frozenset[str]]:
 @functools.cache
 def amx_refusal() -> str | None:
     """Return why this process must not use AMX, which this processor has, or None. Linux gives the permission to a
-    process that asks for it, and to the processes that it makes."""
+    process that asks for it, and to its child processes."""
     try:
         library = ctypes.CDLL(None, use_errno=True)
         if library.syscall(ctypes.c_long(ARCH_PRCTL), ctypes.c_long(REQUEST_PERMISSION), ctypes.c_long(TILE_DATA)):
@@ -142,7 +142,7 @@ def amx_refusal() -> str | None:
 
 
 def _refused_flags(compiler: Compiler, target: Target) -> str | None:
-    """Return what a compiler that is older than a processor says of the flags for it, or None."""
+    """Return the error of a compiler that is older than the processor and does not know its flags, or None."""
     command = [*compiler.command, *target.flags, "-x", "c++", "-fsyntax-only", "-"]
     source = f"#include <immintrin.h>\nvoid f() {{ {'; '.join(INTRINSICS)}; }}\n"
     asked = subprocess.run(

@@ -1,5 +1,5 @@
-"""Constants that the kernels of this folder are compiled with: `constants.h`, from the layout and the formats. C++ is
-told the layout in no other way."""
+"""Constants that the kernels of this folder are compiled with: `constants.h`, from the layout and the formats. C++
+learns the layout only from it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def constants_header(page: PageLayout, rotation: str) -> str:
     ring, key, both = layout.ring, layout.key_vector, (layout.key_vector, layout.value_vector)
     vectors = both[: len(page.vectors)]
     words = {(len(vector.groups), vector.words, vector.chunks, vector.has_half) for vector in vectors}
-    assert len(words) == 1, words  # the groups may differ, their words not
+    assert len(words) == 1, words  # groups may differ, but their words must not
     widths = sorted({group.code.bits for vector in both for group in vector.groups}, reverse=True)
     groups = [
         [

@@ -1,4 +1,4 @@
-"""Decode attention of a layer on a CPU: `attend/` for its layout, and what it is called with."""
+"""Decode attention of a layer on a CPU: the library of `attend/` for its layout, and the arguments of its calls."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Arguments(ctypes.Structure):
     )  # fmt: skip
 
     def set_vectors(self, query: torch.Tensor, output: torch.Tensor) -> None:
-        """Set what dtypes and strides of [tokens, heads, channels] decide."""
+        """Set the fields that depend on dtypes and strides of [tokens, heads, channels]."""
         assert query.stride(2) == output.stride(2) == 1, (query.stride(), output.stride())
         self.query_type, self.output_type = ELEMENT_TYPES[query.dtype], ELEMENT_TYPES[output.dtype]
         self.query_stride, self.query_head_stride, _ = query.stride()
@@ -66,7 +66,7 @@ class Arguments(ctypes.Structure):
 
 
 class Step(NamedTuple):
-    """Requests of a step, as the layers that it serves share them, and the tensors that their addresses are of."""
+    """Requests of a step, which its layers share, and the tensors behind their addresses."""
 
     requests: Requests
     seq_lens: torch.Tensor
@@ -82,7 +82,7 @@ def prepare_step(
         block_table: int32 [requests, blocks].
         query_start: int32 [requests + 1], first row of each request in the queries.
         seq_lens: int32 [requests], tokens of each.
-        ring: of these requests, of any of the layers; None: there is none.
+        ring: the ring of these requests, of any layer; None: there is none.
     """
     query_start, seq_lens = query_start.to(torch.int32).contiguous(), seq_lens.to(torch.int32).contiguous()
     check_int32(block_table)
@@ -166,7 +166,7 @@ class CpuDecode:
     ) -> None:
         """Attend in a step: see `bind`. `ring`: of the layer; that of the step has the same requests.
 
-        What does not change from step to step is looked at once: a model calls this for each layer and token.
+        Facts that do not change from step to step are read once: a model calls this for each layer and token.
         """
         with self._jobs.workspace.lock:
             call, layout = self._call, (query.dtype, query.stride(), output.dtype, output.stride())

@@ -36,8 +36,8 @@ class Gather(ctypes.Structure):
 
 
 class CpuGather:
-    """Reads tokens of a layer as the model made them: equal to `PagedCodec.read` and `Codec.restore`, rounded once. Of
-    latents, `key` and `value` are parts of one row: the latent as it is stored, and its RoPE channels.
+    """Reads tokens of a layer as the model made them: equal to `PagedCodec.read` and `Codec.restore`, rounded once. For
+    latents, `key` and `value` are parts of one row: the stored latent, and its RoPE channels.
 
     Args:
         codec: of the layer.
@@ -72,7 +72,7 @@ class CpuGather:
             end: at least `first`.
             key, value: fp32, bf16 or fp16 [end - first or more, KV heads, head_dim] and [end - first or more, KV heads,
                 value_dim], a head's channels contiguous; filled.
-            ring: of this request alone, whose tokens from `ring_from` on are all there; None: pages are read.
+            ring: the ring of this request alone, with all its tokens from `ring_from` on; None: only pages are read.
             ring_from: the token from which on the ring is read.
         """
         assert first % MICRO_BLOCK == 0 and first <= end <= first + min(len(key), len(value)), (first, end, key.shape)

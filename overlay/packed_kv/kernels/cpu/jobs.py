@@ -19,8 +19,8 @@ ALIGNMENT = 64
 
 
 class Largest(NamedTuple):
-    """The most that a step asks of a decode: requests, and of each its query tokens and its tokens in all, cached ones
-    included. `has_ring`: whether steps have a ring of recent tokens."""
+    """The largest step of a decode: requests, query tokens per request, and tokens per request, cached ones included.
+    `has_ring`: whether steps have a ring of recent tokens."""
 
     requests: int
     query_tokens: int
@@ -29,28 +29,28 @@ class Largest(NamedTuple):
 
 
 class Workspace:
-    """Memory that one call at a time works in, by the thread that has the lock."""
+    """Memory for one call at a time, used by the thread that holds the lock."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
         self._memory = torch.empty(0, dtype=torch.uint8)
 
     def address(self, size: int) -> int:
-        """Return the address, a multiple of `ALIGNMENT`, of `size` bytes, until a call asks for more."""
+        """Return the address of `size` bytes, a multiple of `ALIGNMENT`; it is valid until a call asks for more."""
         if self._memory.shape[0] < size + ALIGNMENT:
             self._memory = torch.empty(0, dtype=torch.uint8)  # before there is other memory
-            # Filled, so that the pages count in what vLLM finds this process to hold when it sizes the KV cache.
+            # Filled, so that vLLM counts these pages as this process's memory when it sizes the KV cache.
             self._memory = torch.full((size + ALIGNMENT,), 0, dtype=torch.uint8)
         return -(-self._memory.data_ptr() // ALIGNMENT) * ALIGNMENT
 
 
 _workspaces: weakref.WeakValueDictionary[str, Workspace] = weakref.WeakValueDictionary()
-"""The workspace of this process, as long as a layer has it."""
+"""The workspace of this process, kept while any layer uses it."""
 
 
 class Jobs:
-    """The functions of a decode's library: `decode`, `decode_workspace_bytes`, which says what memory a call needs, and
-    `decode_largest_workspace_bytes`, which says what suffices for all calls of an engine.
+    """The functions of a decode's library: `decode`, `decode_workspace_bytes` (memory that a call needs) and
+    `decode_largest_workspace_bytes` (memory that is enough for all calls of an engine).
 
     `arguments`: the structure that they take.
     """
@@ -64,7 +64,8 @@ class Jobs:
         self.workspace = _workspaces.setdefault("decodes", Workspace())
 
     def reserve(self, call: Any, layer: Layer, largest: Largest) -> int:
-        """Take the workspace of a layer's largest step, and return its bytes. `call`: has its heads and options."""
+        """Take the workspace of a layer's largest step, and return its bytes. `call`: the layer's call, with its heads
+        and options."""
         call.layer, call.requests, call.threads = ctypes.pointer(layer), largest.requests, torch.get_num_threads()
         call.ring.data = int(largest.has_ring)  # no address is read
         size = self._largest_bytes(call, largest.query_tokens, largest.tokens)

@@ -39,7 +39,7 @@ class CpuLatentPages:
 
         Args:
             cache: uint8 [blocks, block_size, slot_bytes]; None: only the ring is written.
-            slots: int64 [tokens], distinct; negative ones are skipped. Without those, the tokens of one micro-block
+            slots: int64 [tokens], distinct; negative ones are skipped. Among the others, the tokens of one micro-block
                 must follow one another.
             latent, rope: fp32, bf16 or fp16 [tokens or more, rank] and [tokens or more, rope_dim], a token's channels
                 contiguous.

@@ -57,8 +57,8 @@ class CpuLatentDecode:
             block_table: int32 [requests, blocks].
             query_start: int32 [requests + 1], first row of each request in the queries.
             seq_lens: int32 [requests], tokens of each in the cache.
-            q_latent, q_rope: fp32, bf16 or fp16 [tokens or more, heads, rank], which meets stored latents, and
-                [tokens or more, heads, rope_dim].
+            q_latent, q_rope: fp32, bf16 or fp16 [tokens or more, heads, rank], to be multiplied with stored latents,
+                and [tokens or more, heads, rope_dim].
             output: fp32, bf16 or fp16 [tokens or more, heads, rank]; the rows of these requests are filled.
             constant: fp32 [rank], added to each row, or None.
             ring: of these requests, the new tokens included; None: there is none.

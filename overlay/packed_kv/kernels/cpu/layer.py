@@ -18,7 +18,7 @@ from .compiler import Target
 from .constants import constants_header
 
 EXACT = ("-ffp-contract=off",)
-"""Flags of programs whose bytes and numbers are the reference's."""
+"""Flags of programs that reproduce the reference's bytes and numbers."""
 PAGES = Program("pages/pages.cpp", EXACT)
 ELEMENT_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 """Numbers of dtypes in `enum ElementType` of base/numbers.h."""
@@ -45,7 +45,7 @@ class Layer(ctypes.Structure):
     kept: list[torch.Tensor]
 
     def grow_means(self, codec: PagedCodec, positions: torch.Tensor) -> None:
-        """Have means of K up to these positions, int [any]."""
+        """Make sure that the means of K reach up to these positions, int [any]."""
         transform = codec.key.transform
         if transform.grows and positions.numel():
             transform.means(positions.max().view(1))
@@ -73,7 +73,7 @@ class Cache(ctypes.Structure):
 
 
 class KnownCaches:
-    """Caches of a layer by name, which are looked at when they are not those of the last call."""
+    """Caches of a layer by name; they are checked when they differ from the last call's."""
 
     def __init__(self) -> None:
         self._known: dict[str, tuple[weakref.ref[torch.Tensor], Cache]] = {}
@@ -89,8 +89,8 @@ class KnownCaches:
 
 
 def layer_of(codec: PagedCodec | LatentCodec) -> Layer:
-    """Return what the kernels are told of a layer with this codec, on the CPU. Raises ValueError for a codec that is
-    not served."""
+    """Return a layer's description for the kernels, by its codec on the CPU. Raises ValueError for a codec that is not
+    served."""
     if isinstance(codec, LatentCodec):
         lacks = cpp_lacks(Latents(codec.fmt, codec.rank, codec.rope_dim, heads=1))
         fmt, codecs, dims = codec.fmt, (codec.latent,), (codec.rank, codec.rope_dim)
@@ -129,7 +129,7 @@ def load_for(program: Program, codec: PagedCodec | LatentCodec, target: Target |
 
 
 def function_of(library: ctypes.CDLL, name: str, call: type[ctypes.Structure]) -> Any:
-    """Return a function of a library, which takes the address of a `call` that begins with a layer's."""
+    """Return a function of a library; it takes the address of a `call` that begins with the layer's address."""
     size_of, function = getattr(library, f"{name}_bytes"), getattr(library, name)
     size_of.restype, function.argtypes = ctypes.c_long, [ctypes.POINTER(call)]
     assert size_of() == ctypes.sizeof(Layer) + ctypes.sizeof(call), "the structures here are not those of the C++"

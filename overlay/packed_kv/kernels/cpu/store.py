@@ -35,8 +35,8 @@ class Store(ctypes.Structure):
 
 
 class CpuStore:
-    """Stores the tokens of a layer; the bytes equal those of `PagedCodec.write` and of `codecs.ring.write`. Of latents,
-    `key` and `value` are the latent and its RoPE channels.
+    """Stores the tokens of a layer; the bytes equal those of `PagedCodec.write` and of `codecs.ring.write`. For
+    latents, `key` and `value` are the latent and its RoPE channels.
 
     Args:
         codec: of the layer.
@@ -70,8 +70,8 @@ class CpuStore:
             cache: uint8 [blocks, KV heads, block_size, slot_bytes]; None: only the ring is written.
             key, value: fp32, bf16 or fp16 [tokens or more, KV heads, head_dim] and [tokens or more, KV heads,
                 value_dim], a head's channels contiguous.
-            slots: int64 [tokens], block * block_size + offset, distinct; negative ones are skipped. Without those, the
-                tokens of one micro-block must follow one another.
+            slots: int64 [tokens], block * block_size + offset, distinct; negative ones are skipped. Among the others,
+                the tokens of one micro-block must follow one another.
             positions: int64 [tokens], each token's place in its sequence; may be None where means do not depend on it.
             ring: uint8 [blocks, KV heads, block_size, ring_slot_bytes]; None: only pages are written.
             ring_slots: int32 [up to tokens], of the first tokens; negative ones are skipped. None: only pages are
@@ -101,7 +101,7 @@ class CpuStore:
                 raise MemoryError(f"no memory to store {tokens} tokens")
 
     def _set_vectors(self, key: torch.Tensor, value: torch.Tensor) -> None:
-        """Set what their dtype and strides decide."""
+        """Set the fields that depend on their dtype and strides."""
         assert key.dtype == value.dtype and key.stride(2) == value.stride(2) == 1, (key.dtype, key.stride())
         assert (key.shape[2], value.shape[2]) == tuple(self.layer.dim), (key.shape, value.shape)
         self._call.dtype = ELEMENT_TYPES[key.dtype]

@@ -10,7 +10,7 @@ PROGRAM = Program("base/threads.cpp")
 
 
 def thread_ids(count: int) -> set[int]:
-    """Return the threads, of which `count` were asked for, that work ran on. Raises BuildError."""
+    """Return how many threads work ran on, of the `count` requested ones. Raises BuildError."""
     function = load_library(PROGRAM, "").thread_ids
     function.restype, function.argtypes = ctypes.c_int64, [ctypes.POINTER(ctypes.c_uint64), ctypes.c_int64]
     ids = (ctypes.c_uint64 * count)()

@@ -79,11 +79,11 @@ class CpuVectors:
             role: 0: keys, 1: values.
             x: fp32, bf16 or fp16 [sequences, KV heads, tokens, head_dim].
             positions: int64 [sequences, tokens], of each in its sequence.
-            recent: the last tokens, at most all of them, that are packed at 8 bits as well.
+            recent: how many of the last tokens are packed at 8 bits as well.
 
         Returns:
-            packed uint8 [sequences, KV heads, tokens, vector_bytes]; of the last `recent` tokens codes int8
-            [.., stored_dim] and scales uint8 [.., stored_dim / 32].
+            packed uint8 [sequences, KV heads, tokens, vector_bytes]; for the last `recent` tokens codes int8 [..,
+            stored_dim] and scales uint8 [.., stored_dim / 32].
         """
         codec = self.codec.codecs[role]
         rows, (count, recent) = x.shape[:2], (x.shape[2], min(recent, x.shape[2]))
@@ -97,8 +97,8 @@ class CpuVectors:
         self, role: int, packed: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, positions: torch.Tensor,
         dtype: torch.dtype,
     ) -> torch.Tensor:  # fmt: skip
-        """Read vectors: what `encode` returned, or any later tokens of it, whose last ones are read at 8 bits; see
-        there. Returns [sequences, KV heads, tokens, head_dim] of `dtype`: fp32, bf16 or fp16."""
+        """Read vectors that `encode` returned, or any later tokens of them; the last tokens are read at 8 bits. Returns
+        [sequences, KV heads, tokens, head_dim] of `dtype`: fp32, bf16 or fp16."""
         x = torch.empty((*packed.shape[:3], self.codec.codecs[role].head_dim), dtype=dtype)
         self._call(role, x, packed, codes, scales, positions, reads=True)
         return x

@@ -17,9 +17,9 @@ BITS = (5, 4, 3, 2)
 COLUMNS = 64
 """The most query heads per KV head times query tokens that one pass over a request's keys serves."""
 LARGE_HEAD = 256
-"""Channels of the heads that are served only on Hopper."""
+"""Channels of heads that only Hopper serves."""
 MAX_PASSES = 4
-"""The most passes over the keys of a request. With more, the prefill route is faster, which unpacks once."""
+"""The most passes over the keys of a request. Beyond, the prefill route is faster, as it unpacks once."""
 MAX_REQUESTS = 1 << 14
 """The most requests of a step, each counted once per pass: a schedule's words have room for twice as many."""
 LATENT = 512, 64
@@ -39,13 +39,13 @@ def pass_tokens(group: int) -> int:
 def longest_query(group: int, columns: int = COLUMNS) -> int:
     """Return the most query tokens of a request, drafts included, that the kernel serves; 0: it serves none.
 
-    group: query heads per KV head. columns: `cuda_columns` of the GPU; only passes of `COLUMNS` are several.
+    group: query heads per KV head. columns: `cuda_columns` of the GPU; below `COLUMNS` a request has one pass.
     """
     return MAX_PASSES * pass_tokens(group) if columns == COLUMNS else columns // group
 
 
 def runs_on(capability: tuple[int, int]) -> bool:
-    """Return whether `decode_kernel` "auto" takes these kernels on a GPU."""
+    """Return whether `decode_kernel` "auto" chooses these kernels on a GPU."""
     return generation_of(capability).is_seen
 
 
@@ -58,7 +58,7 @@ def missing(capability: tuple[int, int]) -> str | None:
 
     try:
         major, minor = compiler_version()
-    except RuntimeError as error:  # what the binding raises if it cannot load the library
+    except RuntimeError as error:  # the binding raises it if it cannot load the library
         return f"a machine without NVRTC ({str(error).splitlines()[0]})"
     if 10 * capability[0] + capability[1] not in known_architectures():
         return f"compute capability {capability[0]}.{capability[1]} with NVRTC {major}.{minor}, which does not know it"

@@ -6,7 +6,7 @@ namespace narrow {
 
 // Queries of 32 columns lie in shared memory, once for each warp: a lane reads what it wrote. Others are in registers.
 constexpr bool SHARES_QUERIES = OCTETS == 4;
-// What replaces the stages of all warps.
+// Shared memory at the end, in place of the stages of all warps.
 struct WarpResults {
     float statistics[WARPS][COLUMNS][2], outputs[WARPS][COLUMNS][ROW];
     Combined combined;
@@ -28,7 +28,7 @@ struct State {
     float output[OCTETS][GROUPS][2][4];  // [..][group][channels 0-15, 16-31]; rows are channels
     float maximum[OWN], total[OWN];      // of this lane's columns, see `Biases`; a total is of this lane's tokens
     float ceiling;
-    u32 scale_guard;  // bits of scales that end the headroom; 0 once it has ended
+    u32 scale_guard;  // bits of scales that end the headroom; 0 after its end
 
     INLINE State() : ceiling(0), scale_guard(LARGE_SCALES) {
         for_each<OWN>([&](auto c) { maximum[c.value] = -1e30f, total[c.value] = 0; });
@@ -90,7 +90,7 @@ INLINE void softmax_weights(const State& state, const float (&scores)[TILES][SCO
 }
 
 // Updates the state for the scores of TILES micro-blocks, and returns their weights as right operands of `mma`,
-// [TILES][octet, n3]. `scales` are those of V.
+// [TILES][octet, n3]. `scales` are V's.
 template <int TILES>
 INLINE void online_softmax_update(State& state, const float (&scores)[TILES][SCORES], float score_factor,
                                   const u32 (&scales)[TILES][SETS], u32 (&operands)[TILES][OWN]) {

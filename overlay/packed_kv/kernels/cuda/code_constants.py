@@ -7,7 +7,7 @@ from ..kernel_layout import KernelLayout, PackedVector
 
 
 def group_constants(layout: KernelLayout) -> dict[str, object]:
-    """Return what `codes.cuh` has to know of K and V, as C++ constants; lists are without their outer braces."""
+    """Return the layout of K and V for `codes.cuh`, as C++ constants; lists are without their outer braces."""
     return {
         "HEAD_DIM": layout.head_dim,
         **_vector_constants("KEY", layout.key_vector),

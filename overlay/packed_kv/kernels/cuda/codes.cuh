@@ -93,7 +93,7 @@ INLINE void load_group_words(Words<Vector>& words, u32 address, u32 half_words, 
 // Constants in registers. PRMT and LOP3 take one immediate, and some need two, which the compiler would move to a
 // register before each instruction. `unknown` is 0, but the compiler does not know.
 struct Tables {
-    u32 low4, positive3, zeros3, base2;  // `zeros3` is what all magnitudes of 5 bits have, too
+    u32 low4, positive3, zeros3, base2;  // `zeros3` is also the bits that all 5-bit magnitudes share
     INLINE Tables(u32 unknown)
         : low4(TABLE_4_LOW + unknown), positive3(TABLE_3_POSITIVE + unknown), zeros3(ZEROS_3 + unknown),
           base2(BASE_2 + unknown) {}
@@ -112,7 +112,7 @@ INLINE void decode_4_bits(u32 word, u32* pairs, const Tables& tables) {
 }
 
 static_assert(LOW_5 == ZEROS_3, "one register has both");
-// A magnitude is a byte, an index above a half that all have.
+// A magnitude is a byte: an index in the upper half, and a lower half that is the same in all.
 template <int PARITY> INLINE void decode_5_bits(const u32 (&words)[2], u32 signs, u32* pairs, const Tables& tables) {
     for_each<2>([&](auto half) {
         constexpr int left = 2 * PARITY + half.value;  // shifts the signs of odd nibbles to the tops of bytes

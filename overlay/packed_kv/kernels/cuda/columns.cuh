@@ -16,7 +16,7 @@ constexpr int OWN = 2 * OCTETS;  // columns of a lane's accumulators, two of eac
 constexpr int SCORES = 4 * OCTETS;
 constexpr int own_of_score(int r) { return r / 4 * 2 + r % 2; }
 
-constexpr float TEAM_UNIT = 0.25f;  // of K and V as `roles_unpack.cuh` unpacks them
+constexpr float TEAM_UNIT = 0.25f;  // unit of K and V as `roles_unpack.cuh` unpacks them
 
 // This lane's row and column in the operands of `mma`.
 struct Lane {
@@ -39,9 +39,9 @@ struct Lane {
 constexpr float HEADROOM = 10;
 constexpr u32 LARGE_SCALES = 0x80808080;
 
-// A request's query tokens, and which of its keys are read from pages and which from the ring. With PASSES > 1, those of
-// one pass over its keys: PASS_TOKENS of its query tokens, and the keys up to the last of these. With HAS_PASS_TABLE,
-// those of a pass over a prefix: its query tokens follow the keys, and see all of them.
+// A request's query tokens, and which of its keys are read from pages and which from the ring. With PASSES > 1, it
+// describes one pass over the keys: PASS_TOKENS query tokens, and the keys up to the last of these. With
+// HAS_PASS_TABLE, it describes a pass over a prefix: its query tokens follow the keys, and see all of them.
 struct Request {
     int index, start, count, seq_len, recent;  // the ring has the tokens from `recent`
 
@@ -60,10 +60,10 @@ struct Request {
         }
         recent = RING_BLOCK ? max(a.ring_first[index], 0) : seq_len;
     }
-    // The first token that a query reads from the ring which sees the tokens below `limit`. Those of a chunk all have the
-    // window of its first one, which follows the prefix: its own key is not among those below `limit`.
+    // The first token that a query that sees the tokens below `limit` reads from the ring. All query tokens of a chunk
+    // have the window of its first one, which follows the prefix, so its own key is not below `limit`.
     INLINE int first_recent(int limit) const { return max(limit - (HAS_PASS_TABLE ? RECENT - 1 : RECENT), recent); }
-    // A query that sees the tokens below `limit` reads those below the result from pages.
+    // A query that sees the tokens below `limit` reads the tokens below the result from pages.
     INLINE int page_limit(int limit) const { return RING_BLOCK ? min(limit, first_recent(limit)) : limit; }
     // Tiles of the ring have 16 tokens and begin at multiples of 16.
     INLINE int first_ring_tile() const { return recent / 16; }
@@ -80,22 +80,23 @@ struct Request {
 // The request's column of this lane's accumulator column c < OWN.
 INLINE int own_column(const Lane& lane, int c) { return (c / 2 * 8 + 2 * lane.column + c % 2) % COLUMNS; }
 
-// The element of `query_bias` that has a column's score of token 0.
+// The element of `query_bias` that holds a column's score of token 0.
 INLINE u32 first_score_at(const Arguments& a, const Request& request, int head, int column) {
     return (u32)request.row(head, column) * a.bias_stride + a.bias_stride - 1;
 }
 
-// The biases of this lane's columns: what the scores of centred keys lack. It is one number for all keys of a block of
+// The biases of this lane's columns, which the scores of centred keys lack: one number for all keys of a block of
 // means, and a correction of token 0, whose key has a mean of its own.
 //
-// Tiles are attended without the bias of their block; instead, the maxima of scores are less by it. So it changes where a
-// warp goes on to another block, and is that of whole scores again at the end. The loop holds no bias, and no rows.
+// Tiles are attended without the bias of their block; instead, the maxima of scores are less by it. So the maxima
+// change where a warp goes on to another block, and at the end are those of whole scores again. The loop holds no bias,
+// and no rows.
 struct Biases {
     static constexpr u32 DIVISOR = TILES_A_BLOCK ? TILES_A_BLOCK : 1;  // a divisor must not be 0
     u32 rows[OWN];  // first elements in `query_bias`: the correction of token 0, then come the biases of blocks and, with
                     // HAS_VALUE_MEANS, the score of token 0, -inf where it is not seen
 
-    // A column that the request lacks takes the row of its first one: any finite number will do.
+    // A column beyond the request's takes the row of its first column: any finite number is fine.
     INLINE Biases(const Arguments& a, const Request& request, int head, const Lane& lane) {
         for_each<OWN>([&](auto c) {
             const int column = own_column(lane, c.value);
@@ -106,11 +107,11 @@ struct Biases {
         return a.query_bias[rows[c] + element];
     }
     INLINE static bool ends_block(int tile) { return TILES_A_BLOCK && (tile + 1) % DIVISOR == 0; }
-    // The element of the bias of a tile of pages. Tiles behind the last block of means have that one's.
+    // The element of the bias of a tile of pages. Tiles behind the last block of means take that block's.
     INLINE static u32 element(const Arguments& a, int tile) {
         return TILES_A_BLOCK ? min((u32)tile / DIVISOR + 1, a.bias_stride - 1 - HAS_VALUE_MEANS) : 1;
     }
-    // Makes the maximum one for tile `to` that is one for tile `from`.
+    // Converts the maximum from tile `from` to tile `to`.
     INLINE void rebase_maxima(const Arguments& a, float (&maxima)[OWN], int from, int to) const {
         if constexpr (!HAS_BIAS || !TILES_A_BLOCK) return;
         const u32 old = element(a, from), now = element(a, to);
@@ -118,7 +119,7 @@ struct Biases {
             maxima[c.value] += load(a, c.value, old) - load(a, c.value, now);
         });
     }
-    // Makes the maximum one of whole scores that is one for `tile`.
+    // Converts the maximum from `tile` to whole scores.
     INLINE void restore_maxima(const Arguments& a, float (&maxima)[OWN], int tile) const {
         if constexpr (HAS_BIAS)
             for_each<OWN>([&](auto c) { maxima[c.value] += load(a, c.value, element(a, tile)); });
@@ -129,7 +130,7 @@ struct Biases {
             scores[c.value / 2 * 4 + c.value % 2] += load(a, c.value, 0) / score_factor;
         });
     }
-    // Keeps the whole scores of token 0 that are not masked.
+    // Keeps the whole scores of token 0, unless masked.
     INLINE void keep_first(const Arguments& a, const Request& request, const Lane& lane, float score_factor,
                            const float (&scores)[SCORES]) const {
         if (lane.row == 0) for_each<OWN>([&](auto c) {

@@ -1,11 +1,12 @@
-// The end of the kernel: store partial results, or combine those of a (request, KV head) pair and undo V's rotation.
+// The end of the kernel: store partial results, or combine the results of a (request, KV head) pair and undo V's
+// rotation.
 #pragma once
 #include "columns.cuh"
 
 #if UNPACKERS
 #include "wgmma.cuh"
 enum NamedBarrier {
-    COLUMNS_BARRIER = 1,  // the group that attends, at the end: that which unpacks may still be under way, or gone
+    COLUMNS_BARRIER = 1,  // at the end only the group that attends: the group that unpacks may still run, or have ended
 };
 INLINE void sync_columns() { sync_group(COLUMNS_BARRIER); }
 #else
@@ -19,7 +20,7 @@ struct Combined {
     float outputs[COLUMNS][ROW];
     int is_last[4];
 };
-// What replaces the stages of warps that share columns.
+// Shared memory at the end, in place of the stages of warps that share columns.
 struct TeamResults {
     float weights[COLUMNS][32];  // of parts
     Combined combined;
@@ -37,7 +38,7 @@ struct WeightedSum {
     INLINE float lse() const { return (maximum + log2_fast(total)) * 0.6931471805599453f; }
 };
 // A tile of the rotation has 16 output channels; `pack_matrix` of launch.py puts the fragments of two products side by
-// side. Of heads of 256 a lane holds one tile at a time.
+// side. For heads of 256 a lane holds one tile at a time.
 constexpr int TILES_PER_WARP = (HEAD_DIM / 16 + WARPS - 1) / WARPS, FRAGMENTS = HEAD_DIM / 16;
 constexpr int TILES_AT_ONCE = HEAD_DIM > 128 ? 1 : TILES_PER_WARP, TURNS = TILES_PER_WARP / TILES_AT_ONCE;
 // With HAS_VALUE_MEANS, behind it are the mean of each output channel, and token 0's mean less that mean.
@@ -72,8 +73,8 @@ INLINE void store_output(const Arguments& a, long long offset, float x) {
     else ((float*)a.output)[offset] = x;
 }
 
-// Puts behind a column's outputs, `combined`, the weights by which these lack means of V: of all tokens, 0 or 1, and of
-// token 0.
+// Puts the weights of V's means behind a column's outputs, `combined`: the weight of all tokens, 0 or 1, and of token
+// 0.
 INLINE void put_weights(const Arguments& a, const Request& request, int head, int column, const WeightedSum& sum,
                         float* combined) {
     const float first = load_from_l2(a.query_bias + first_score_at(a, request, head, column));
@@ -81,8 +82,8 @@ INLINE void put_weights(const Arguments& a, const Request& request, int head, in
     combined[HEAD_DIM + 1] = sum.total > 0 ? exp2_fast(first - sum.maximum) / sum.total : 0;
 }
 
-// Stores the channels of a turn's tiles, the first of which is `first`, of matrix^T x and the means, with x rounded to
-// tf32, which has fp32's range, and sums in fp32.
+// Stores the channels of a turn's tiles, from tile `first` on, of matrix^T x plus the means. x is rounded to tf32,
+// which has fp32's range; sums are in fp32.
 INLINE void rotate_tiles_back(const Arguments& a, const Request& request, int head, int first, const Lane& lane,
                               const Matrix& matrix, const float* combined) {
 #pragma unroll(UNPACKERS ? 2 : TURNS > 1 ? 1 : OCTETS)
@@ -127,12 +128,12 @@ INLINE void rotate_back(const Arguments& a, const Request& request, int head, in
     }
 }
 
-// The row of the partial results of a part, for one column.
+// The row of a part's partial results for one column.
 INLINE long long part_row(const WorkItem& item, int part, int head, int column) {
     return ((long long)(item.first_slot + part) * KV_HEADS + head) * COLUMNS + column;
 }
 
-// The last block of a pair to arrive combines the parts of all, 32 at most, and returns true; the others return false.
+// The last block of a pair to arrive combines all parts, 32 at most, and returns true; the others return false.
 // `weights` is [COLUMNS][32] in shared memory; `combined`, the outputs of a `Combined` there.
 INLINE bool combine_blocks(const Arguments& a, const Request& request, int head, const WorkItem& item, float* weights,
                            float* combined) {
@@ -147,8 +148,8 @@ INLINE bool combine_blocks(const Arguments& a, const Request& request, int head,
     sync_columns();
     if (!*last) return false;
     memory_fence();
-    // A load takes about 700 cycles, so each thread issues many at once: a lane those of the statistics of one part and
-    // all columns of its warp, then a thread those of four channels of TOGETHER columns and AT_ONCE parts.
+    // A load takes about 700 cycles, so each thread issues many at once. First a lane loads the statistics of one part
+    // and all columns of its warp; then a thread loads four channels of TOGETHER columns and AT_ONCE parts.
     constexpr int ALL = COLUMNS * PIECES, THREADS = WARPS * 32;
     constexpr int EACH = (COLUMNS + WARPS - 1) / WARPS, ROUNDS = (ALL + THREADS - 1) / THREADS;
     constexpr int MOST = COLUMNS > 8 ? 4 : 2;  // as registers allow

@@ -28,11 +28,11 @@
 //   IS_WIDE                             whether the warps of a block share columns (`wide.cuh`, `roles.cuh`)
 //   UNPACKERS                           warps of a block beside these that only unpack: 4 or 0 (`roles.cuh`)
 //
-// With HAS_PASS_TABLE, a request of the schedule is a pass: the next query tokens of a chunk over its whole prefix, which
-// all of them follow. The chunk's own tokens, which may lie behind the prefix in its last micro-block, are not read. A
-// pass of no keys writes zeros and -inf; one of no query tokens, nothing.
+// With HAS_PASS_TABLE, a request of the schedule is a pass: the next query tokens of a chunk over its whole prefix,
+// before all of them. The chunk's own tokens are not read, though they may lie in the prefix's last micro-block. A pass
+// without keys writes zeros and -inf; a pass without query tokens writes nothing.
 //
-// Tensors are contiguous but where there is a stride, which counts elements.
+// Tensors without a stride are contiguous; strides count elements.
 struct Arguments {
     // differs from call to call
     void* output;  // OUTPUT [tokens, KV heads, QUERY_GROUP, HEAD_DIM], unit stride over channels
@@ -41,13 +41,13 @@ struct Arguments {
     const int* block_table;    // [requests, blocks]
     const int* query_start;    // [requests + 1], first query token of each request, and their number; HAS_PASS_TABLE:
                                // [passes, 4], a request, its first query token of the pass, their number, and keys
-    const int* seq_lens;       // [requests], tokens in the cache, those of the query included
+    const int* seq_lens;       // [requests], tokens in the cache, query tokens included
     float* query_bias;         // [tokens, query heads, bias_stride]; see `Biases`
     const int* ring_table;     // [requests, ring blocks]
     const int* ring_first;     // [requests], the first token that is in the ring
     const int* schedule;       // [items, 4], the words of `WorkItem`
     float* partial_output;     // [tokens, query heads, splits, HEAD_DIM]; IS_FINAL: [items, KV heads, COLUMNS, ..]
-    float* partial_stats;      // [.., 2], the maximum of the scores and the sum of the weights of each partial output
+    float* partial_stats;      // [.., 2], maximum of the scores and sum of the weights, for each partial output
     float* lse;                // [tokens, query heads]
     unsigned table_stride, ring_table_stride, bias_stride;
     // fixed for a layer
@@ -67,23 +67,24 @@ constexpr int STAGE_OWNERS = IS_WIDE ? 1 : WARPS;
 constexpr int TILE_TOKENS = 16 * TILE_BLOCKS, TILE_BYTES = TILE_BLOCKS * MICRO_BLOCK_BYTES;
 constexpr int RING_TILE_BYTES = 16 * RING_SLOT_BYTES;
 constexpr int most_of(int a, int b) { return a > b ? a : b; }
-// Warps that have a tile of the ring each where warps share a stage. One of 256 channels takes the room of two of pages.
+// Where warps share a stage: warps that have a ring tile each. With 256 channels a ring tile takes the room of two page
+// tiles.
 constexpr int RING_WARPS = HEAD_DIM > 128 ? WARPS / 2 : WARPS;
 // Bytes of a stage: the tiles of all warps that share it.
 constexpr int STAGE_BYTES =
     most_of(TILE_BYTES * (IS_WIDE ? WARPS : 1), RING_BLOCK ? RING_TILE_BYTES * (IS_WIDE ? RING_WARPS : 1) : 0);
 
-// Shared memory begins with this. What the end of the kernel needs replaces what follows, but not barriers: PTX forbids
-// other use of a barrier's memory, and under compute-sanitizer results that lay there became NaN.
+// Shared memory begins with this. At the end of the kernel, other data replace what follows, but never the barriers:
+// PTX forbids other use of a barrier's memory, and under compute-sanitizer results there became NaN.
 struct Front {
     u64 stage_full[STAGE_OWNERS][STAGES];  // a copy fills, the warps that own the stage read
     Quad work_items[WARPS];
 };
 constexpr int STAGES_AT = sizeof(Front);
 
-// What a block does, part `part` of `parts` of a request of `tokens` tokens: its tiles of pages from `begin` to `end`.
-// The last part has the tiles up to the last one, and those of the ring. Partial results of the request's parts lie in
-// slots `first_slot` and following. Request -1: an unused item.
+// The work of a block: part `part` of `parts` of a request of `tokens` tokens, with the tiles of pages from `begin` to
+// `end`. The last part has all tiles from `begin` on, and the ring's tiles. Partial results of the request's parts lie
+// in slots `first_slot` and following. Request -1: an unused item.
 struct WorkItem {
     int request, first_slot, tokens, begin, part, end, parts;
     INLINE explicit WorkItem(const Quad& x)
@@ -92,7 +93,7 @@ struct WorkItem {
           end((x.w & ((1u << PART_SHIFT) - 1)) * CUT_TILES), parts(x.w >> PART_SHIFT) {}
     INLINE bool is_last() const { return part == parts - 1; }
 };
-// Work items are read from global memory once, and from shared memory thereafter: holding one takes registers.
+// Work items are read from global memory once, and from shared memory thereafter: an item would take registers.
 INLINE Quad load_work_item(const Arguments& a) {
     if constexpr (IS_FINAL) return load_constant_16(a.schedule + 4 * blockIdx.z);
     return {blockIdx.z, (u32)a.seq_lens[blockIdx.z / PASSES], 0, 1 << PART_SHIFT};
@@ -106,8 +107,8 @@ INLINE WorkItem shared_work_item() {
     return WorkItem({words[0], words[1], words[2], words[3]});
 }
 
-// What serves a variant (`constants` of launch.py), in a namespace of its own. The codes and head sizes of
-// roles.cuh are those of `has_unpackers`.
+// The code that serves a variant (`constants` of launch.py), in a namespace of its own. roles.cuh serves the codes and
+// head sizes of `has_unpackers`.
 #if UNPACKERS  // 64 columns with V of 4 bits and head_dim 128: two warpgroups, wgmma
 #include "roles.cuh"
 namespace variant = roles;

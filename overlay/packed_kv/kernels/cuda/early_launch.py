@@ -1,25 +1,27 @@
 """Launch a kernel, as usual or so that it may begin before the one before it in the stream has ended.
 
-CUDA calls the latter a programmatic dependent launch; graphs hold it. Such a kernel begins when all blocks of the one
-before have called `begin_next_kernel` or ended, and itself calls `wait_for_kernel_before` (ptx.cuh), behind which that
-one has ended and all that it wrote is seen. That one alone: if it, too, began early and did not wait, kernels before it
-may still run. vLLM 0.33.0 has kernels that begin early and never wait (`_lora_shrink_kernel` with two streams) and ones
-that let the next begin before they have written their output (FlashInfer's all-reduce of few tokens); cuBLAS and NCCL
-do not say. So the one kernel here that begins early stands behind one of ours that does not:
+CUDA calls the latter a programmatic dependent launch; graphs support it. Such a kernel begins when all blocks of the
+kernel before have called `begin_next_kernel` or ended. It calls `wait_for_kernel_before` (ptx.cuh), which returns once
+the kernel before has ended and all its writes are visible. That holds for this one kernel only: if it began early
+itself and did not wait, kernels before it may still run. vLLM 0.33.0 has kernels that begin early and never wait
+(`_lora_shrink_kernel` with two streams) and ones that let the next begin before they have written their output
+(FlashInfer's all-reduce of few tokens); cuBLAS and NCCL do not say. So the only kernel here that begins early follows a
+kernel of ours that does not:
 
-- `latent_decode` is launched as usual. When it begins, all that came before it in the stream has ended, whoever
-  launched it. It lets the next kernel begin at once.
-- `attend_latent_ring` is launched early, directly behind it (`HopperLatents.attend`). What it reads before it waits
-  was written by kernels before `latent_decode`: queries (vLLM's products and RoPE), the ring (`store_latents_kernel`),
+- `latent_decode` is launched as usual. When it begins, all earlier kernels in the stream have ended, whoever launched
+them. It lets the next kernel begin at once.
+- `attend_latent_ring` is launched early, directly behind it (`HopperLatents.attend`). Data that it reads before it
+waits were written by kernels before `latent_decode`: queries (vLLM's products and RoPE), the ring
+(`store_latents_kernel`),
   lengths (vLLM's metadata, `split_lens`), block tables and the schedule (`LatentScheduler`). `latent_decode` writes
-  none of these, but parts, and the ring's kernel reads those behind its wait. Before that it writes nothing to global
-  memory.
+  only partial results, which the ring's kernel reads after its wait. Before the wait, the ring's kernel writes nothing
+  to global memory.
 - Every block of `attend_latent_ring` waits before it ends, so it ends after `latent_decode`. It does not let the next
-  kernel begin: to all that follows it is a kernel as usual. So is `latent_merge`, which follows where there is no ring.
+kernel begin early, so later kernels see a usual kernel. `latent_merge`, which follows where there is no ring, is
+launched as usual, too.
 
-An early launch is described in an object of its thread: an engine may be profiled in one thread and serve in another,
-and two engines of a process may have a thread each. What a layer keeps for its launches (`CudaKernel.arguments`) has a
-lock.
+An early launch is described in an object per thread: an engine may be profiled in one thread and serve in another, and
+two engines of a process may use two threads. A layer's arguments (`CudaKernel.arguments`) have a lock.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ def launch_kernel(
     kernel: driver.CUfunction, grid: tuple[int, int, int], threads: int, shared_bytes: int, stream: int, address: int,
     *, is_early: bool = False,
 ) -> None:  # fmt: skip
-    """Launch a kernel. `address`: of its parameters' addresses. Raises RuntimeError."""
+    """Launch a kernel. `address`: address of the array of its parameters' addresses. Raises RuntimeError."""
     if is_early:
         launch = _of_thread.launch
         launch.gridDimX, launch.gridDimY, launch.gridDimZ = grid

@@ -1,4 +1,4 @@
-"""Columns, grids and schedules of `decode.cu`: how a batch is cut into blocks, and how many of these run at a time."""
+"""Columns, grids and schedules of `decode.cu`: how a batch is cut into blocks, and how many blocks run at a time."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from .schedule import Scheduler, item_count
 COLUMN_COUNTS = (4, 8, 16, 32, COLUMNS)
 """The columns that kernels are compiled for. Beyond the last, query tokens take several passes over the keys."""
 NARROW, NARROW_LARGE = 32, 8
-"""The most columns that warps serve alone, of heads of up to 128 channels and of larger ones. Beyond, a block's warps
-share one unpacking (`wide.cuh`, `roles.cuh`)."""
+"""The most columns that each warp serves alone, for heads of up to 128 channels and for larger ones. Beyond, a block's
+warps share one unpacking (`wide.cuh`, `roles.cuh`)."""
 REGISTERS = {4: 128, 8: 128, 16: 255, 32: 255, 64: 255}
 """Registers of a lane, by columns, that the kernels are compiled to fit."""
 ROLE_REGISTERS = 128
-"""Likewise of blocks with warps that only unpack, on average: these leave some of theirs to the warps that attend."""
+"""The same for blocks with warps that only unpack, on average: these warps give registers to the warps that attend."""
 WARP_BYTES = {4: 9 * KIB, 8: 9 * KIB, 16: 11 * KIB, 32: 22 * KIB, 64: 28 * KIB}
-"""Shared memory of a warp, by columns: at least its share, for any layout, of what a block of several takes."""
+"""Shared memory of a warp, by columns: an upper bound, for any layout, of its share of a block's."""
 LARGE_WARPS = {4: 4, 8: 4, 16: 8, 32: 8, 64: 8}
 """Warps of a block over heads of `LARGE_HEAD` channels: outputs take twice the registers that 128 channels take, and
 tiles have twice the bytes."""
 LARGE_REGISTERS = {4: 168, 8: 168, 16: 128, 32: 128, 64: 255}
-"""`REGISTERS` of such heads. Up to 8 columns, an SM holds three blocks with 168, two with 255; of 16 and 32 columns two
-with 128."""
+"""`REGISTERS` for such heads. Up to 8 columns, an SM holds three blocks with 168 registers, two with 255; with 16 and
+32 columns, two with 128."""
 LARGE_WARP_BYTES = {4: 18 * KIB, 8: 18 * KIB, 16: 14 * KIB, 32: 14 * KIB, 64: 18 * KIB}
 """`WARP_BYTES` of such heads."""
 HOPPER = generation_of((9, 0))
@@ -90,8 +90,8 @@ def grid_inputs(page: PageLayout, kv_heads: int, sm_count: int, generation: Gene
 
 
 class BlockKind(NamedTuple):
-    """Blocks that write the output: their warps, how many warps an SM holds, and whether requests are cut as stream-K
-    does."""
+    """A form of blocks that write the output: warps of a block, warps that an SM holds, and whether requests are cut as
+    stream-K does."""
 
     warps: int
     warps_per_sm: int
@@ -103,9 +103,10 @@ class BlockKind(NamedTuple):
 
 
 def block_kinds(inputs: GridInputs, columns: int) -> tuple[BlockKind, BlockKind]:
-    """Return the blocks of batches of up to two requests per resident block, and those of larger ones.
+    """Return the form of blocks for batches of up to two requests per resident block, and for larger batches.
 
-    There, smaller blocks leave less of the card idle (an H200 at 128 x 2048 and 4 columns: 81 us instead of 88).
+    For the latter, smaller blocks leave less of the card idle (an H200 at 128 x 2048 and 4 columns: 81 us instead of
+    88).
     """
     most = inputs.warps_per_sm(columns)
     # On Blackwell, warps of blocks of 2 spill up to 240 bytes, and fewer of them fit an SM of 12.x.
@@ -118,7 +119,7 @@ def block_kinds(inputs: GridInputs, columns: int) -> tuple[BlockKind, BlockKind]
 
 
 def block_kind(requests: int, inputs: GridInputs, columns: int) -> BlockKind:
-    """Return the blocks that serve a number of requests, each counted once per pass."""
+    """Return the form of blocks for a number of requests, each counted once per pass."""
     few, many = block_kinds(inputs, columns)
     return few if requests <= 2 * few.resident(inputs) else many
 
@@ -175,7 +176,7 @@ def make_schedulers(
 
 
 def column_count(group: int, max_query_len: int) -> int:
-    """Return the columns that the kernel is compiled for: the fewest that are enough for a pass."""
+    """Return the columns of the variant: the fewest that are enough for a pass."""
     tokens = min(max_query_len, pass_tokens(group))
     return next(columns for columns in COLUMN_COUNTS if group * tokens <= columns)
 

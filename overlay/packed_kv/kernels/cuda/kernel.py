@@ -37,7 +37,7 @@ class Compilation(NamedTuple):
 
 
 class Function(NamedTuple):
-    """A kernel on a device, how it is launched (`launch_kernel`), and the threads and shared memory of its blocks."""
+    """A kernel on a device, its launch function (`launch_kernel`), and the threads and shared memory of its blocks."""
 
     launch: Callable[..., None]
     kernel: Any
@@ -49,8 +49,8 @@ class CudaKernel(ABC, Generic[Key]):
     """The kernels of a source over the memory of one layer. A key tells its variants apart.
 
     Args:
-        layer_at: bytes of the arguments that differ from call to call and from step to step.
-        layer: the arguments that follow them, which are fixed.
+        layer_at: bytes of the arguments before the layer's own: those of the call and the step.
+        layer: the layer's arguments, which are fixed.
         device: index of the device; None: a CPU's, where nothing is launched.
     """
 
@@ -60,7 +60,7 @@ class CudaKernel(ABC, Generic[Key]):
         self.parameters = (ctypes.c_void_p * 1)(ctypes.addressof(ctypes.c_char.from_buffer(self.arguments)))
         self.address = ctypes.addressof(self.parameters)
         self.lock = threading.Lock()
-        """Held from the writing of a call's arguments until its kernels are launched, which copies them."""
+        """Lock held from writing a call's arguments until its launches have copied them."""
         self.functions: dict[Key, tuple[Function, ...]] = {}
 
     @abstractmethod
@@ -87,7 +87,7 @@ class CudaKernel(ABC, Generic[Key]):
 
 @functools.cache
 def machine_code(wanted: Compilation) -> bytes:
-    """Return the compiled program. Any thread may ask; to load it takes one with a CUDA context."""
+    """Return the compiled program. Any thread may ask; only a thread with a CUDA context can load it."""
     from .nvrtc import compiled_kernel
 
     return compiled_kernel(dict(wanted.constants), wanted.source)

@@ -1,9 +1,10 @@
 // Decode attention over packed latents (MLA) for sm_90a. A latent of 512 channels is K and V at once; 64 more channels,
 // RoPE's, belong to K alone.
 //
-// The grid is (row blocks, partitions). A row is a query head of a query token; a block has up to ROWS of a request's.
-// A partition is a run of tiles of 64 tokens, of one request or of several in turn (`latent_schedule.py`). Up to 32 rows
-// are the narrow side of both products (latent_narrow.cuh); more are the 64 of their left operand (latent_attend.cuh).
+// The grid is (row blocks, partitions). A row is a query head of a query token; a block has up to ROWS rows of a
+// request. A partition is a run of tiles of 64 tokens, from one request or from several in turn (`latent_schedule.py`).
+// Up to 32 rows are the narrow side of both products (latent_narrow.cuh); more rows are the 64 rows of their left
+// operand (latent_attend.cuh).
 //
 // A latent in the tile is value * 2^-7 in fp16.
 //
@@ -32,12 +33,12 @@ struct Arguments {
     // the same for all layers of a step
     const int* block_table;    // [requests, blocks]
     const int* query_start;    // [requests + 1], first query token of each request, and their number
-    const int* seq_lens;       // [requests], tokens in the cache, those of the query included
+    const int* seq_lens;       // [requests], tokens in the cache, query tokens included
     const int* begins;         // [partitions + 1, 2], the request and tile where each begins, and the end
-    const int* spans;          // [requests, 2], the first partition that has tiles of a request, and how many have
+    const int* spans;          // [requests, 2], the first partition with tiles of a request, and their number
     float* partial_output;     // [partitions, 2, row blocks, ROWS, 512]: of the first request, of the last one; behind
                                // these, with LEAVES_PARTS, [requests, row blocks, ROWS, 512], of those in one part
-    float* partial_stats;      // [.., 2], the maximum of the scores and the sum of the weights of each partial output
+    float* partial_stats;      // [.., 2], maximum of the scores and sum of the weights, for each partial output
     float* lse;                // [tokens, HEADS]
     unsigned table_stride, max_rows;  // most rows of a request
     float factor;              // from scores to exponents of 2
@@ -71,8 +72,8 @@ extern "C" __global__ void __launch_bounds__(384, 1) latent_decode(const __grid_
     variant::attend_partition(a, base, warpgroup(), threadIdx.x % 128);
 }
 
-// Combines the partial results of a row; `merge_shares` times two warps, which have 256 channels of a share of the parts
-// each. The grid is (rows of a request, requests). The block is that of the most shares.
+// Combines the partial results of a row; `merge_shares` times two warps; each warp has 256 channels of a share of the
+// parts. The grid is (rows of a request, requests). The block is sized for the most shares.
 constexpr int SUM_BYTES = 64 * 8 * 4;  // of a share
 BLOCK_OF(latent_merge, 64 * MOST_SHARES, SUM_BYTES * MOST_SHARES);
 extern "C" __global__ void __launch_bounds__(64 * MOST_SHARES) latent_merge(const __grid_constant__ Arguments a) {
@@ -81,7 +82,7 @@ extern "C" __global__ void __launch_bounds__(64 * MOST_SHARES) latent_merge(cons
     const int first = a.spans[2 * request], parts = a.spans[2 * request + 1], shares = a.merge_shares;
     if (row >= (next - query) * HEADS || parts == 1) return;  // 0: there is no token
     const int row_blocks = (a.max_rows + ROWS - 1) / ROWS, block = row / ROWS, own = row % ROWS;
-    const int is_last = a.begins[2 * first] != request;  // the first part is what a partition has last
+    const int is_last = a.begins[2 * first] != request;  // the first part is a partition's last request
     auto slot = [&](int part) {
         return (((u64)(first + part) * 2 + (part == 0 && is_last)) * row_blocks + block) * ROWS + own;
     };

@@ -1,11 +1,12 @@
-// Attention for 48 and 64 rows, which are those of the left operand, as S and P have them in registers. Three warpgroups:
+// Attention for 48 and 64 rows, which are rows of the left operand, as S and P hold them in registers. Three
+// warpgroups:
 //   0      scores, weights, and half of the channels of O
 //   1      the other half of O; it unpacks SHARE of a tile's 8 blocks of 64 channels besides
 //   2      unpacks the rest of a tile: raw bytes come into registers while the other half is unpacked, and fp16 goes to
 //          shared memory, where the tile is keys and values at once
 //
-// No bulk copy is issued. Threads store tiles, which products read: behind EMPTY, at which the warps that add values arrive
-// once their products have ended (`wgmma_wait`).
+// No bulk copy is issued. Threads store tiles, and products read them. A store waits for EMPTY; the warps that add
+// values arrive there once their products have ended (`wgmma_wait`).
 #pragma once
 #include "latent_queries.cuh"
 
@@ -16,14 +17,14 @@ constexpr int SHARE = 2;  // by measurement
 constexpr int ATTEND_REGISTERS = 208, SECOND_REGISTERS = 200, UNPACK_REGISTERS = 96;
 
 constexpr int TILE_BYTES = (BLOCKS + 1) * BLOCK_BYTES;  // the last block is RoPE's
-// `*_full`: barriers at which the warps that fill a stage arrive, once each, and those wait that read it. `*_empty`:
-// the other way.
+// `*_full`: barriers at which the warps that fill a stage arrive, once each, and the readers wait. `*_empty`: the other
+// way round.
 struct SharedMemory {
     u8 tiles[2][TILE_BYTES];
     u8 queries[TILE_BYTES];     // fp16 [9, 64 rows, 64 channels]
     u8 weights[4][2048];        // of a tile, 16 channels a step of group 1
-    float factors[128][4];      // of a thread of group 0: by what sums shrink, and totals, of two rows each
-    u8 runs[2][32];             // of group 0, for group 1
+    float factors[128][4];      // of a thread of group 0: factors of its sums, and totals, for two rows each
+    u8 runs[2][32];             // from group 0 to group 1
     u32 event[4];               // of a tile, the first word
     u64 low_full[2];            // the first 4 blocks of a tile: group 2 fills, group 0 reads
     u64 high_full[2];           // the blocks that follow, and RoPE's: group 2 fills, groups 0 and 1 read
@@ -37,7 +38,7 @@ struct SharedMemory {
 };
 
 enum NamedBarrier {
-    QUERIES_BARRIER = 1,  // group 0: before queries of a run replace others, and before products read them
+    QUERIES_BARRIER = 1,  // group 0: before a run's queries replace others, and before products read them
 };
 
 INLINE void store_rope(const RawRope<ROPE_BITS>& rope, u32 tile, const u32 (&offsets)[4]) {
@@ -65,7 +66,7 @@ struct Share {
 #pragma unroll 1
         for (u32 k = 0; k < 2; k++) unpack(k);
     }
-    // Unpacks its blocks of the tile that is number `tiles` since the start.
+    // Unpacks its blocks of tile number `tiles`, counted from the start.
     INLINE void unpack(u32 tiles) {
         if (!more) return;
         const u32 stage = tiles % 2;
@@ -78,8 +79,8 @@ struct Share {
     }
 };
 
-// The fence that stores need waits for loads, too. So loads follow the last fence, but those of the first half of a tile
-// are under way while the second is unpacked.
+// The fence that stores need waits for loads, too. So loads follow the last fence. Only loads of a tile's first half
+// are under way while its second half is unpacked.
 INLINE void unpack_tiles(const Arguments& a, u32 base, int t) {
     const int lane = t % 32, warp = t / 32;
     const Tables tables(hide_from_optimizer((u32)0));
@@ -116,7 +117,7 @@ INLINE void unpack_tiles(const Arguments& a, u32 base, int t) {
     }
 }
 
-// What the second group has to know of a tile.
+// The data of a tile that the second group needs.
 enum { FIRST = 1, LAST = 2, END = 4 };
 typedef float Outputs[128];  // of rows r and r + 8; channels 8 i + 2 column + {0, 1}
 // Numbers of the rows r and r + 8 of a lane.
@@ -169,7 +170,8 @@ INLINE void add_values(Outputs& o, const u32 (&p)[16], u32 tile, int half, int a
     wgmma_commit();
 }
 
-// Moves the maxima of a lane's rows where exponents of weights would exceed MOST_WEIGHT, and notes by what sums shrink.
+// Moves the maxima of a lane's rows where exponents of weights would exceed MOST_WEIGHT, and notes the factors of the
+// sums.
 INLINE void move_maxima(Pair top, float scale, Pair& maximum, Pair& factor) {
     for_each<2>([&](auto r) {
         float own = maximum_of(top.of[r.value], shuffle_xor(top.of[r.value], 1));
@@ -181,14 +183,14 @@ INLINE void move_maxima(Pair top, float scale, Pair& maximum, Pair& factor) {
     });
 }
 
-// Ends the second group's loop, behind `tiles` tiles.
+// Ends the second group's loop after `tiles` tiles.
 INLINE void end_weights(u32 base, u32 tiles, int t) {
     barrier_wait(base + AT(weights_empty), (tiles + 1) % 2);
     if (t == 0) store_shared(base + AT(event), END);
     sync_warp();
     if (t % 32 == 0) arrive(base + AT(weights_full));
 }
-// Brings a run's queries to shared memory, which no product reads any more when all threads have come.
+// Brings a run's queries to shared memory. Once all threads have arrived, no product reads the old queries.
 INLINE void start_run(const Arguments& a, const Run& run, u32 base, int t) {
     sync_group(QUERIES_BARRIER);
     load_queries<BLOCK_BYTES>(a, run, base + AT(queries), t);
@@ -196,8 +198,8 @@ INLINE void start_run(const Arguments& a, const Run& run, u32 base, int t) {
     sync_group(QUERIES_BARRIER);
 }
 
-// Adds the steps of 16 channels, given as distances in descriptors, of the scores of the tile that is number `tiles`
-// since the start, as its blocks come.
+// Adds 16-channel steps, given as distances in descriptors, to the scores of tile number `tiles`, counted from the
+// start, as its blocks arrive.
 template <class Add> INLINE void add_steps(u32 base, u32 tiles, Add&& add) {
     const u32 stage = tiles % 2, parity = tiles / 2 % 2;
     auto add_block = [&](auto block) {
@@ -239,7 +241,7 @@ INLINE void init_shared(u32 base) {
 }
 
 #if HAS_PICKS
-// Masks the scores of a lane's rows with what was not picked.
+// Masks the scores of tokens that were not picked, in a lane's rows.
 INLINE void mask(u32 picked_at, int column, float (&s)[32]) {
     u32 picked[4];
     load_shared_4(picked_at, picked);
@@ -254,7 +256,7 @@ INLINE void mask(u32 picked_at, int column, float (&s)[32]) {
 INLINE void attend(const Arguments& a, u32 base, int t) {
     const int lane = t % 32, row = t / 32 * 16 + lane / 4, column = lane % 4 * 2;
     const u32 weights = base + AT(weights) + t * 16, factors = base + AT(factors) + t * 16;
-    u32 tiles = 0, runs = 0;  // since the start: they say which stage and which parity
+    u32 tiles = 0, runs = 0;  // from the start: they decide stage and parity
     Runs run(a);
 #pragma unroll 1
     for (; run.next(a); runs++) {

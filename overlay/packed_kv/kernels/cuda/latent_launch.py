@@ -22,21 +22,21 @@ RANK, ROPE_DIM = LATENT
 BLOCK_ROWS = (16, 24, 32, 48, 64)
 """Rows of a thread block."""
 QUERY_FACTOR, LATENT_DIVISOR = 16, 128
-"""Factor of queries and divisor of latents, by which the kernel has both as fp16."""
+"""Factor of queries and divisor of latents, so that both are fp16 in the kernel."""
 MOST_SHARES = 8
 """Shares of a row's parts for which a block of the merge has threads and shared memory."""
 
 
 class LatentGrid(NamedTuple):
-    """Cut of a batch: `row_blocks` blocks of `rows` rows each, `partitions` runs of tiles for each of them."""
+    """Cut of a batch: `row_blocks` blocks of `rows` rows each, and `partitions` runs of tiles for each of these."""
 
     rows: int
     row_blocks: int
     partitions: int
 
     def partial_rows(self, requests: int = 0) -> int:
-        """Rows of partial results that the blocks may write: of two requests a partition, and of `requests` that are
-        in one part, where these stay partial, too."""
+        """Rows of partial results that the blocks may write: two requests per partition and, where they stay partial,
+        `requests` requests with a single part."""
         return (self.partitions * 2 + requests) * self.row_blocks * self.rows
 
 
@@ -54,8 +54,8 @@ def latent_grid(rows: int, sm_count: int) -> LatentGrid:
 
 
 class LatentVariant(NamedTuple):
-    """Variant that the kernel is compiled for, with the page's layout; `rows` is of a thread block. `output` None: all
-    results stay partial."""
+    """Variant that the kernel is compiled for, besides the page's layout; `rows`: rows of a thread block. `output`
+    None: all results stay partial."""
 
     heads: int
     rows: int
@@ -105,13 +105,14 @@ LAYER_ARGUMENTS = struct.Struct("=2QI4x")
 
 
 def merge_shares(partitions: int, requests: int) -> int:
-    """Return how many shares of a row's parts are combined side by side: where few requests have many parts each, 8."""
+    """Return how many shares of a row's parts the merge combines in parallel: 8 where few requests have many parts
+    each."""
     parts = partitions // max(requests, 1)
     return min(1 << max(parts // 4, 1).bit_length() - 1, MOST_SHARES)
 
 
 class Step(NamedTuple):
-    """A step's part of the launches, which its layers share: arguments, and the grids of the two launches."""
+    """The step's half of the launches, which its layers share: arguments, and the grids of both launches."""
 
     arguments: bytes
     grid: LatentGrid
@@ -145,8 +146,8 @@ def make_step(
         scale: of the scores.
         block_table: int32 [requests, blocks].
         query_start: int32 [requests + 1], first query token of each request, and their number.
-        seq_lens: int32 [requests], tokens in the cache, those of the query included; 0: the request is left out.
-        parts: of the batch, for the grid of `latent_grid(heads * max_query_len, ...)`.
+        seq_lens: int32 [requests], tokens in the cache, query tokens included; 0: the request is left out.
+        parts: memory for the batch, with the grid of `latent_grid(heads * max_query_len, ...)`.
         lse: fp32 [tokens, heads], contiguous: filled with the natural log-sum-exps of the scores; None: not wanted.
     """
     grid, partial_rows = parts.grid, parts.grid.partial_rows()
@@ -166,7 +167,7 @@ def make_step(
 
 def call_arguments(output: torch.Tensor | None, query: torch.Tensor, rope_query: torch.Tensor) -> bytes:
     """Return the arguments that differ from call to call; see `CudaLatentDecode`. The kernels load and store up to 16
-    bytes at a time: all rows begin at a multiple of these."""
+    bytes at a time: all rows begin at a multiple of 16 bytes."""
     of_query, of_rope, at_query, at_rope = query.stride(), rope_query.stride(), query.data_ptr(), rope_query.data_ptr()
     elements = of_query[0] | of_query[1] | of_rope[0] | of_rope[1]  # below 8 no bit is set
     assert query.dtype is rope_query.dtype and of_query[2] == of_rope[2] == 1, (query.dtype, rope_query.dtype, of_query)
@@ -187,22 +188,22 @@ def layer_arguments(cache: torch.Tensor, constant: torch.Tensor | None) -> bytes
 
 
 class CudaLatentDecode(CudaKernel[int]):
-    """Decode attention over one layer's cache of latents of 512 channels with 64 channels of RoPE. Keys are rows of a
-    block.
+    """Decode attention over one layer's cache of latents of 512 channels with 64 channels of RoPE. Keys of variants are
+    rows of a block.
 
     Args:
         page: layout of the cache, of `latent_layout(fmt, 512, 64)`; for `CudaPickDecode` of `row_layout`.
         cache: uint8 [blocks, block_size, slot_bytes], its last two dimensions contiguous; its address and stride over
             blocks are multiples of 16 bytes.
         heads: query heads of this rank.
-        query, output: dtypes of queries (bf16 or fp16) and outputs (those or fp32). None: there are none, and the
-            step's parts are left to `CudaLatentRing`.
+        query, output: dtypes of queries (bf16 or fp16) and outputs (the same, or fp32). None: there are none, and
+            partial results are left to `CudaLatentRing`.
         constant: fp32 [512], added to each output; None: nothing is.
         has_lse: whether steps have log-sum-exps to fill.
     """
 
     step_bytes: int = CALL_ARGUMENTS.size + STEP_ARGUMENTS.size
-    """Bytes of the arguments before those of the layer."""
+    """Bytes of the arguments before the layer's."""
 
     def __init__(
         self, page: PageLayout | RowLayout, cache: torch.Tensor, heads: int, query: torch.dtype,
@@ -220,15 +221,15 @@ class CudaLatentDecode(CudaKernel[int]):
             query: bf16 or fp16 [tokens, heads, 512] for latents as stored (`LatentCodec.fold`), of the constructor's
                 dtype, unit stride over channels; address and other strides are multiples of 16 bytes.
             rope_query: likewise [tokens, heads, 64].
-            output: [tokens, heads, 512], likewise (strides are multiples of 8 channels); filled with the sums of
-                latents as stored, whose weights sum to 1, and the constant; None where parts are left.
+            output: [tokens, heads, 512], likewise (strides are multiples of 8 channels); filled with weighted means of
+                stored latents plus the constant; None where partial results are left.
         """
         assert query.dtype is self.query and (output is None or output.dtype is self.output), (query.dtype, self.query)
         assert (output is None) is (self.output is None), self.output
         self._launch(step, call_arguments(output, query, rope_query) + step.arguments)
 
     def _launch(self, step: Step, arguments: bytes) -> None:
-        """Launch with these arguments before those of the layer."""
+        """Launch with these arguments before the layer's."""
         rows, row_blocks, partitions = step.grid
         functions = self.functions_of(rows)
         if functions is None:

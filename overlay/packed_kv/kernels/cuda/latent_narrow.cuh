@@ -1,8 +1,8 @@
 // Attention for up to 32 rows, which are the narrow side of both products: S' = C Q' and O' = V' P'. A lane has columns
-// 8 n + 2 c + {0, 1} of both; of S' tokens r and r + 8 of a warp's 16, of O' these channels of each 64.
+// 8 n + 2 c + {0, 1} of both: in S' for tokens r and r + 8 of a warp's 16, in O' for these channels of each 64.
 //
-// Two warpgroups have every second tile of a run each: unpacked codes are the left operand of S' as they lie in registers,
-// and go to shared memory for O', which the third makes.
+// Two warpgroups take turns in the tiles of a run. Unpacked codes are the left operand of S' directly from registers,
+// and go to shared memory for O', which the third warpgroup computes.
 #pragma once
 #include "latent_queries.cuh"
 
@@ -10,27 +10,27 @@ namespace narrow {
 
 // Registers of a thread of each kind of warpgroup; 504 in all.
 constexpr int SCORE_REGISTERS = ROWS == 16 ? 192 : ROWS == 24 ? 184 : 168, SUM_REGISTERS = 504 - 2 * SCORE_REGISTERS;
-constexpr int WEIGHT_BYTES = ROWS == 16 ? 32 : 64;  // of a token; weights of 24 rows lie as those of 32
+constexpr int WEIGHT_BYTES = ROWS == 16 ? 32 : 64;  // of a token; 24 rows take the place of 32
 struct Stage {
     u8 values[BLOCKS][BLOCK_BYTES];
     u8 weights[TILE][WEIGHT_BYTES];  // fp16
     float maxima[ROWS];              // of the scores so far
-    float totals[4][ROWS];           // of a group's weights, by warp
+    float totals[4][ROWS];           // sums of a group's weights, by warp
     float tops[4][ROWS];             // of the scores of this tile, by warp
 };
 constexpr int STAGE_BYTES = (sizeof(Stage) + 1023) / 1024 * 1024, QUERY_BLOCK_BYTES = ROWS * 128;
 struct SharedMemory {
     u8 stages[2][STAGE_BYTES];
     u8 queries[BLOCKS + 1][QUERY_BLOCK_BYTES];  // fp16 [9, ROWS, 64 channels]
-    u8 pages[8][RawPage::BYTES];                // raw, of a warp, which come a tile ahead
-    u64 tile_full[2];                           // a stage: the group that has the tile fills, all groups read
-    u64 tile_empty[2];                          // group 2 has added the tile, the group that has the next one fills
+    u8 pages[8][RawPage::BYTES];                // a warp's raw bytes, which come a tile ahead
+    u64 tile_full[2];                           // a stage: the tile's group fills, all groups read
+    u64 tile_empty[2];                          // group 2 has added the tile, the next tile's group fills
     u64 page_full[8];                           // a raw page: a warp's copy fills, the warp reads
 };
 #define IN_STAGE(MEMBER) OFFSET_OF(Stage, MEMBER)
 enum NamedBarrier {
-    MAXIMA_BARRIER = 1,   // and 2: a group that scores, before its warps take each other's largest scores
-    QUERIES_BARRIER = 3,  // both groups that score: before queries of a run replace others, and before they are read
+    MAXIMA_BARRIER = 1,   // and 2: a scoring group, before its warps read each other's largest scores
+    QUERIES_BARRIER = 3,  // both scoring groups: before a run's queries replace others, and before these are read
 };
 typedef float NarrowOutputs[BLOCKS][ROWS / 2];
 typedef float Columns[ROWS / 4];  // of columns 8 n + 2 c + e: 2 n + e
@@ -44,7 +44,7 @@ INLINE void load_columns(u32 address, int c, Columns& x) {
         x[2 * n.value] = __int_as_float(two[0]), x[2 * n.value + 1] = __int_as_float(two[1]);
     });
 }
-// A token's weights of 8 rows: 32 or 64 bytes a token, swizzled as far as they reach.
+// A token's weights of 8 rows: 32 or 64 bytes a token, swizzled within these bytes.
 INLINE u32 weight_at(int token, int eight) {
     return token * WEIGHT_BYTES + ((eight ^ (token >> (ROWS == 16 ? 2 : 1) & (WEIGHT_BYTES / 16 - 1))) << 4);
 }
@@ -57,7 +57,7 @@ INLINE void init_shared(u32 base) {
     }
 }
 
-// The weights of a warp's 16 tokens: those of its tile, behind those of the tile before.
+// The weights of a warp's 16 tokens, computed for its tile after the other group's tile before.
 struct Weights {
     Columns maximum;  // of the run's tiles so far
     Columns total;    // of this group's
@@ -135,7 +135,7 @@ INLINE void unpack_and_score(const Arguments& a, u32 base, int group, int t) {
     Raw<0, BLOCKS> raw;
     RawRope<ROPE_BITS> rope;
     Weights weights;
-    // Brings the queries of runs to shared memory, which no product reads any more when both groups have come.
+    // Brings the queries of runs to shared memory. Once both groups have arrived, no product reads the old queries.
     auto start_runs = [&]() {
 #pragma unroll 1
         for (; runs < reader.runs; runs++) {
@@ -222,7 +222,7 @@ INLINE void store_outputs(const Arguments& a, const Run& run, const NarrowOutput
             if constexpr (OUTPUT == 0) ((u16*)a.output + at)[channel] = to_halves(x, x);
             else if constexpr (OUTPUT == 1) ((u16*)a.output + at)[channel] = to_bfloats(x, x);
             else ((float*)a.output + at)[channel] = x;
-            keep_order();  // constants in as few registers as can be
+            keep_order();  // constants in as few registers as possible
         });
     });
 }
@@ -249,7 +249,8 @@ INLINE void add_tiles(const Arguments& a, u32 base, int t) {
         Columns maximum, total;
         for_each<ROWS / 4>([&](auto k) { maximum[k.value] = EMPTY_MAXIMUM, total[k.value] = 0; });
         auto turn = [&](int i, auto is_end) {
-            // Known to be the same in all lanes, so descriptors stay in uniform registers: 4 fewer moves a product.
+            // The compiler knows it to be equal in all lanes, so descriptors stay in uniform registers: 4 fewer moves
+            // per product.
             const u32 stage = number % 2, tile = shuffle_word(base + stage * STAGE_BYTES, 0);
             barrier_wait(base + AT(tile_full) + 8 * stage, number / 2 % 2);
             Columns now;

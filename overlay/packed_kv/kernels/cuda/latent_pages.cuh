@@ -1,9 +1,9 @@
-// Latents in pages of micro-blocks: where those of a tile lie, and their raw bytes.
+// Latents in pages of micro-blocks: where a tile's latents lie, and their raw bytes.
 #pragma once
 #include "latent_tile.cuh"
 
-// The pages of a partition's tiles in turn; a warp has a micro-block of each. `step` of them share the tiles of a run:
-// each has every `step`th, from `first` on.
+// The pages of a partition's tiles in turn; a warp has a micro-block of each tile. `step` readers share the tiles of a
+// run: each reads every `step`th tile, from `first` on.
 struct Reader {
     const Arguments& a;
     Runs run;
@@ -44,15 +44,15 @@ struct Reader {
     }
     // Words of the page at `offset`.
     template <int WIDTH> INLINE void load(u32 offset, u32* x) const { load_page<WIDTH>(page + offset, x); }
-    // Ones for the scales of tokens that are stored; bytes of others may be anything.
+    // Ones for the scales of stored tokens; bytes of other tokens may be anything.
     INLINE u32 stored_bytes(int row) const {
         const int token = (run.first + tile) * TILE + warp * 16 + row;
         return (token < run.tokens ? 0x00FF00FF : 0) | (token + 8 < run.tokens ? 0xFF00FF00 : 0);
     }
 };
 
-// A lane's raw bytes of blocks FIRST to LAST - 1 of 16 tokens, its row of which are r and r + 8. A source is a `Reader`, or
-// has the like of its `load` and `stored_bytes`.
+// A lane's raw bytes of blocks FIRST to LAST - 1, for its tokens r and r + 8 of 16. A source is a `Reader`, or has the
+// same `load` and `stored_bytes`.
 template <int FIRST, int LAST> struct PageBytes {
     Words<Key> words;
     u32 scales[8], kept;
@@ -111,7 +111,7 @@ template <> struct RawRope<8> {
 struct RawPage {
     static constexpr int BYTES = MICRO_BLOCK_BYTES, ARRIVALS = 1;
     u32 address, barrier, parity;
-    int unmasked, tokens;  // of the run, from the first one of the micro-block on: that its first query sees; stored
+    int unmasked, tokens;  // tokens from the micro-block's first on: that the run's first query sees; that are stored
 
     INLINE RawPage(u32 address, u32 barrier) : address(address), barrier(barrier), parity(1) {}
     INLINE void copy(LoadsDone done, const Reader& reader) {
@@ -121,7 +121,7 @@ struct RawPage {
         }
         sync_warp();
     }
-    // The micro-block is that of the reader's tile.
+    // The micro-block belongs to the reader's tile.
     INLINE void start(const Reader& reader, int) {
         const int token = (reader.run.first + reader.tile) * TILE + reader.warp * 16;
         unmasked = reader.run.unmasked - token, tokens = reader.run.tokens - token;

@@ -1,4 +1,4 @@
-"""Launch of `latent.cu` over latent rows, of which each query token reads those that were picked for it.
+"""Launch of `latent.cu` over latent rows: each query token reads the rows that were picked for it.
 
 What the dense kernel calls a request is a query token, and its tokens are its picks; its blocks have the token's heads
 as rows, so drafts do not share a tile. Schedule, partial results and merge are the dense kernel's.
@@ -16,13 +16,13 @@ from ..checks import check_int32
 from .latent_launch import CudaLatentDecode, Parts, Step, call_arguments, latent_grid, make_step
 
 MAX_BYTES = (1 << 32) * 16
-"""Bytes that a layer's blocks must span less than: the kernel numbers rows by 16 bytes in words of 32 bits."""
+"""Upper bound of the bytes that a layer's blocks span: the kernel numbers rows in units of 16 bytes with 32 bits."""
 PICK_ARGUMENTS = struct.Struct("=2Q2I")
-"""The part of `Arguments` in latent.cu on picks, between those of the step and of the layer."""
+"""The part of `Arguments` in latent.cu about picks, between the step's and the layer's arguments."""
 
 
 class PickStep(NamedTuple):
-    """A step's part of the launches, which its layers share. `requests`: the address of the constructor's tensor."""
+    """The step's half of the launches, which its layers share. `requests`: the address of the constructor's tensor."""
 
     step: Step
     requests: int
@@ -38,9 +38,10 @@ def make_pick_step(
     Args:
         heads, scale, parts, lse: see `make_step`; the grid is `latent_grid(heads, ...)`.
         block_table: int32 [requests, blocks].
-        requests: int32 [tokens], rows of the block table that query tokens belong to.
+        requests: int32 [tokens], row of the block table of each query token.
         numbers: int32 [tokens + 1], 0 to `tokens`.
-        counts: int32 [tokens], how many first picks of a token are looked at; 0: none, and the output is the constant.
+        counts: int32 [tokens], how many of a token's picks are read, from the first on; 0: none, and the output is the
+            constant.
     """
     check_int32(requests, numbers)
     assert len(numbers) == len(counts) + 1 and len(requests) == len(counts), (len(numbers), len(requests), len(counts))
@@ -56,7 +57,7 @@ def pick_arguments(step: PickStep, picks: torch.Tensor) -> bytes:
 
 def check_span(cache: torch.Tensor) -> None:
     """Assert that the kernel can number a layer's rows: uint8 [blocks, block_size, row bytes], whose blocks may lie
-    apart, as in a cache whose blocks have all layers."""
+    apart, as where each block of the cache holds all layers."""
     span = cache.shape[0] * cache.stride(0)
     assert span < MAX_BYTES, (
         f"a layer's {cache.shape[0]:,} blocks span {span:,} bytes of the KV cache, not {MAX_BYTES:,}"
@@ -64,8 +65,8 @@ def check_span(cache: torch.Tensor) -> None:
 
 
 class CudaPickDecode(CudaLatentDecode):
-    """Decode attention over picked latent rows of one layer's cache, uint8 [blocks, block_size, row bytes]; arguments
-    are those of `CudaLatentDecode`, with `page` of `row_layout(fmt, 512, 64)`."""
+    """Decode attention over picked latent rows of one layer's cache, uint8 [blocks, block_size, row bytes]; see
+    `CudaLatentDecode` for the arguments, with `page` from `row_layout(fmt, 512, 64)`."""
 
     step_bytes = CudaLatentDecode.step_bytes + PICK_ARGUMENTS.size
 
@@ -83,10 +84,9 @@ class CudaPickDecode(CudaLatentDecode):
 
         Args:
             step: of `make_pick_step`.
-            query, rope_query, output: see `CudaLatentDecode`; of a token whose picks are all none the output is the
-                constant.
-            picks: int32 [tokens, counts or more], unit stride: positions in requests, in any order; negative: none,
-                wherever it stands. Rows that are not picked are not used.
+            query, rope_query, output: see `CudaLatentDecode`; for a token without picks the output is the constant.
+            picks: int32 [tokens, counts or more], unit stride: positions in requests, in any order; negative: no pick,
+                in any place. Rows that are not picked are not used.
         """
         assert query.dtype is self.query and output.dtype is self.output, (query.dtype, output.dtype)
         assert isinstance(self.page, RowLayout) and len(picks) >= step.step.requests, len(picks)

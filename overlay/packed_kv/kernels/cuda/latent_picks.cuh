@@ -1,19 +1,21 @@
-// Latent rows that were picked for query tokens: where those of a tile lie, and their raw bytes.
+// Latent rows that were picked for query tokens: where a tile's rows lie, and their raw bytes.
 //
-// What latent.cu calls a request is a query token here, and its tokens are its picks: positions in the request that it
-// belongs to, in any order. A pick that is negative or past the block table is none, wherever it stands. A lane has words
-// of two rows, r and r + 8 of a warp's 16, and a row's two neighbouring groups stand where a micro-block has two tokens
-// (layout.py): so decoders, operands and products are those of pages.
+// What latent.cu calls a request is a query token here, and its tokens are its picks: positions in its request, in any
+// order. A pick that is negative or past the block table counts as no pick, in any place. A lane has words of two rows,
+// r and r + 8 of a warp's 16, and a row's two neighbouring groups stand where a micro-block has two tokens (layout.py).
+// So decoders, operands and products are the same as for pages.
 #pragma once
 #include "latent_tile.cuh"
 
 constexpr u32 BLOCK_TOKENS = MICRO_BLOCKS * 16, NO_ROW = ~0u;
 static_assert(GROUPS == BLOCKS && ROW_BYTES % 16 == 0 && ROPE_AT % 16 == 0 && SCALES_AT % 16 == 0, "whole 16 bytes");
 
-// The picks of a partition's tiles in turn; a warp has 16 of each, a lane the one of its number modulo 16. As `Reader` of
-// latent_pages.cuh otherwise. A row is found by two loads, one behind the other: picks come two tiles ahead, and blocks of
-// the table one. Which request the query token belongs to is loaded once a run. Lanes choose what they load and do not
-// branch: behind a branch of lanes the compiler keeps in a register a lane what is uniform of a run, and spills it.
+// The picks of a partition's tiles in turn; a warp has 16 picks of each tile, a lane the pick of its number modulo 16.
+// Otherwise as `Reader` of latent_pages.cuh. A row's address takes two dependent loads: picks are loaded two tiles
+// ahead, and blocks of the table one tile ahead. Which request the query token belongs to is loaded once a run. Lanes
+// choose what they load and do not
+// branch: behind a divergent branch the compiler would keep a run's uniform values in one register per lane, and spill
+// them.
 struct Reader {
     const Arguments& a;
     Runs run;
@@ -22,7 +24,7 @@ struct Reader {
     u32 request;
     u32 base, runs;  // tiles of the runs before this one; runs so far, this one included
     u32 row;         // the lane's, in units of 16 bytes from the start of the cache; or NO_ROW
-    int pick_ahead, pick_after;  // of the next tile, and of the one behind it
+    int pick_ahead, pick_after;  // the same for the next tile, and for the one after it
     u32 block_ahead;             // of the next tile's pick
 
     INLINE Reader(const Arguments& a, int warp, int first = 0, int step = 1)
@@ -69,7 +71,7 @@ struct Reader {
         bool is_picked;
         template <int WIDTH> INLINE void load(u32 offset, u32* x) const { load_page<WIDTH>(source + offset, x); }
     };
-    // Row r + 8 n3. Where there is no pick, the first one of the cache, whose bytes are not used.
+    // Row r + 8 n3. Where there is no pick, it is the cache's first row, whose bytes are not used.
     INLINE Row row_of(int r, int n3) const {
         const u32 own = shuffle_word(row, r + 8 * n3);
         return {a.cache + (u64)(own == NO_ROW ? 0 : own) * 16, own != NO_ROW};
@@ -144,9 +146,10 @@ template <> struct RawRope<8> {
     }
 };
 
-// A warp's 16 rows in shared memory, brought there a tile ahead by a copy each, and which of the lane's two are picked. Odd
-// rows lie behind the even ones, and 64 bytes: so the two tokens that a phase of 16-byte loads reads, 64 bytes of each,
-// meet in no bank. (A stride of 400 bytes is 4 banks modulo 32; one that suits, 448, leaves no room for 32 rows.)
+// A warp's 16 rows in shared memory, each copied there a tile ahead, and which of the lane's two rows are picked. Odd
+// rows lie behind the even ones and a gap of 64 bytes: so the two tokens that a phase of 16-byte loads reads, 64 bytes
+// of each, share no bank. (A stride of 400 bytes is 4 banks modulo 32; a conflict-free stride, 448, leaves no room for
+// 32 rows.)
 struct RawPage {
     static constexpr int ODD_AT = 8 * ROW_BYTES + 64, BYTES = 16 * ROW_BYTES + 64, ARRIVALS = 16;
     u32 address, barrier, parity;
@@ -163,7 +166,7 @@ struct RawPage {
         }
         sync_warp();
     }
-    // The rows are those of the reader's tile.
+    // The rows belong to the reader's tile.
     INLINE void start(const Reader& reader, int r) {
         for_each<2>([&](auto n3) { is_picked[n3.value] = shuffle_word(reader.row, r + 8 * n3.value) != NO_ROW; });
     }

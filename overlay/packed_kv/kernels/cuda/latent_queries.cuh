@@ -7,7 +7,7 @@
 #endif
 
 constexpr float QUERY_FACTOR_F = QUERY_FACTOR, EMPTY_MAXIMUM = -1e30f;
-constexpr float MOST_WEIGHT = 10;  // a weight is at most 2 to this, or the row's maximum moves
+constexpr float MOST_WEIGHT = 10;  // a weight is at most 2^MOST_WEIGHT, or the row's maximum moves
 
 // Two numbers of a query, QUERY, as fp16 with the gain.
 INLINE u32 query_pair(u32 pair) {
@@ -15,8 +15,8 @@ INLINE u32 query_pair(u32 pair) {
     const float high = QUERY == 0 ? high_float(pair) : __int_as_float(pair & 0xFFFF0000);
     return to_halves(low * QUERY_FACTOR_F, high * QUERY_FACTOR_F);
 }
-// Blocks of 64 channels follow each other by STRIDE bytes. A warp has every fourth row: a lane 16 bytes of each half of
-// a latent, and 8 lanes RoPE's of a row.
+// Blocks of 64 channels follow each other by STRIDE bytes. A warp has every fourth row. A lane loads 16 bytes of each
+// half of a latent; 8 lanes load a row's RoPE channels.
 template <int STRIDE> INLINE void load_queries(const Arguments& a, const Run& run, u32 target, int t) {
     constexpr int BATCH = ROWS == 24 ? 6 : ROWS % 32 ? 4 : 8;  // rows of a warp at a time
     constexpr int ROPES = (BATCH + 3) / 4;
@@ -65,5 +65,5 @@ INLINE void store_pair(const Arguments& a, u64 offset, const float* constant, fl
     if constexpr (OUTPUT == 0) *(u32*)((u16*)a.output + offset) = to_halves(x, y);
     else if constexpr (OUTPUT == 1) *(u32*)((u16*)a.output + offset) = to_bfloats(x, y);
     else ((float*)a.output)[offset] = x, ((float*)a.output)[offset + 1] = y;
-    keep_order();  // constants in as few registers as can be
+    keep_order();  // constants in as few registers as possible
 }

@@ -1,5 +1,5 @@
-// Attention over the ring of recent latents, merged with the parts that `latent_decode` has left of that over pages. A
-// latent of 512 channels is K and V at once; 64 more channels, RoPE's, belong to K alone; all have 8 bits
+// Attention over the ring of recent latents, merged with the partial results over pages that `latent_decode` has left.
+// A latent of 512 channels is K and V at once; 64 more channels, RoPE's, belong to K alone; all have 8 bits
 // (`codecs/ring.py`).
 //
 // The grid is (tiles of 16 rows, requests, SHARES of the channels of outputs); each block has all scores. A row is a
@@ -7,13 +7,13 @@
 // 16 tokens over one half of the channels, the weights of two rows, the sums over V of some groups of 32 channels, and
 // the outputs of two rows.
 //
-// All that the ring gives is made before the kernel before has ended; parts are read behind it.
+// Everything about the ring is computed before the previous kernel has ended; its partial results are read afterwards.
 //
 // Threads copy a tile themselves (`copy_8`), and no bulk copy is issued: between the last loads of a tile and the copies
 // of the next is a barrier of the block, and a thread's loads and copies keep their order.
 //
-// The loops over pieces, tiles, groups and steps are not unrolled, so that the code stays short: 700 instructions for
-// 2,200.
+// The loops over pieces, tiles, groups and steps are not unrolled, so that the code stays short: 700 instructions
+// instead of 2,200.
 //
 // `latent_ring_launch.py` defines:
 //
@@ -26,8 +26,8 @@
 //   HAS_CONSTANT                whether a constant is added to outputs
 //   LATENT_DIVISOR              what latents in parts are divided by
 //
-// `codes.cuh` and `ring.cuh` are not for this kernel: they know the widths of pages, of which there are many, and of
-// these only K and V of heads; the ring is the same for all dtypes, and its kernel is compiled once.
+// This kernel does not use `codes.cuh` and `ring.cuh`: they depend on the widths of pages, and serve only K and V of
+// heads. The ring is the same for all dtypes, and its kernel is compiled once.
 #include "ptx.cuh"
 
 struct Arguments {
@@ -40,7 +40,7 @@ struct Arguments {
     // the same for all layers of a step
     const int* table;          // [requests, ring blocks]
     const int* query_start;    // [requests + 1], first query token of each request, and their number
-    const int* seq_lens;       // [requests], tokens of each, those of the query included
+    const int* seq_lens;       // [requests], tokens of each, query tokens included
     const int* page_lens;      // [requests], tokens that are read in pages
     const float* parts;        // [slots, part_rows, 512], sums over pages; see latent.cu
     const float* part_stats;   // [slots, part_rows, 2], their maxima and sums of weights
@@ -50,14 +50,14 @@ struct Arguments {
     float factor;              // of scores, exponents of 2
     // fixed for a layer
     const u8* ring;            // [blocks, 1, RING_BLOCK, 600]
-    const float* inverse_gain; // [512], what sums of the ring's latents are multiplied by
+    const float* inverse_gain; // [512], factors of sums of the ring's latents
     const float* constant;     // [512], added to the outputs
     unsigned block_stride;
 };
 
 constexpr int GROUPS = (RANK + ROPE_DIM) / 32, HALF = GROUPS / 2;
 constexpr int TILE = 64, WARPS = 8, OWN_GROUPS = RANK / 32 / SHARES;
-constexpr int TOKEN_BYTES = SLOT_BYTES + 8, SCORE_WORDS = TILE + 8;  // of rows in shared memory; no conflicts of banks
+constexpr int TOKEN_BYTES = SLOT_BYTES + 8, SCORE_WORDS = TILE + 8;  // of rows in shared memory, without bank conflicts
 constexpr int QUERY_BYTES = (RANK + ROPE_DIM) * 2 + 16, CHANNELS = RANK / SHARES;
 constexpr int SUM_BYTES = (CHANNELS + 8) * 4;  // of a row
 struct SharedMemory {
@@ -68,7 +68,7 @@ struct SharedMemory {
     u8 tokens[TILE][TOKEN_BYTES];
     float scores[2][16][SCORE_WORDS];  // of both halves of the channels
     u8 weights[TILE / 16][512];        // fp16, as left operands of 16 tokens
-    float rows[16][4];                 // by what sums shrink, maximum, total
+    float rows[16][4];                 // factor of the sums, maximum, total
 };
 static_assert(HALF * 2 == GROUPS && RANK == 512 && SLOT_BYTES % 8 == 0, "shape");
 constexpr float MASKED = -1.0e30f;
@@ -78,7 +78,8 @@ INLINE u32 query_halves(u32 word) {
     if (QUERY == 0) return word;
     return to_halves(__int_as_float(word << 16), __int_as_float(word & 0xFFFF0000u));
 }
-// Two bytes of codes as fp16, times a scale: under 0x48, byte u is 8 + u / 128, and 9 off it leaves the code / 128.
+// Two bytes of codes as fp16, times a scale: below an upper byte 0x48, byte u is 8 + u / 128, and minus 9 that is code
+// / 128.
 INLINE u32 value_pair(u32 word, u32 selector, u32 scale) {
     return multiply_halves(add_halves(prmt(word, 0x48484848u, selector), 0xC880C880u), scale);
 }
@@ -95,16 +96,17 @@ INLINE void store_four(const Arguments& a, u64 at, const float (&x)[4]) {
     *(float2*)((u16*)a.output + at) = {__int_as_float(low), __int_as_float(high)};
 }
 
-// What pages have left of a warp's rows, merged. A lane has four channels in turn, of two rows or of one.
+// The merged results over pages for a warp's rows. A lane has four channels in turn, of two rows or of one row.
 constexpr int FOURS = CHANNELS / 4, OWN_ROWS = FOURS < 32 ? 1 : 2, OWN_FOURS = FOURS < 32 ? 1 : FOURS / 32;
-constexpr int BATCH = SHARES == 1 ? 1 : 16 / (OWN_ROWS * OWN_FOURS);  // parts that are on their way at a time
+constexpr int BATCH = SHARES == 1 ? 1 : 16 / (OWN_ROWS * OWN_FOURS);  // parts that are loaded at a time
 INLINE int own_row(int j) { return threadIdx.x / 32 * 2 + (FOURS < 32 ? threadIdx.x % 32 / FOURS : j); }
 INLINE int own_channel(int k) { return (threadIdx.x % (FOURS < 32 ? FOURS : 32) + 32 * k) * 4; }
 
 struct Merged {
     float top[OWN_ROWS], total[OWN_ROWS], sums[OWN_ROWS][OWN_FOURS][4];
 
-    // `row`: the block's first; `rows`: of the request. The first part is in `first_slot`, others in `next_slot` and on.
+    // `row`: the block's first; `rows`: of the request. The first part is in `first_slot`, the others from `next_slot`
+    // on.
     INLINE void merge(const Arguments& a, int row, int rows, int parts, u32 first_slot, u32 next_slot) {
 #pragma unroll
         for (int j = 0; j < OWN_ROWS; j++) {
@@ -114,8 +116,8 @@ struct Merged {
         }
 #pragma unroll 1
         for (int part = 0; part < parts; part += BATCH) {
-            // Behind the last part and the last row come these again, without weight: conditions would make loads wait
-            // for each other.
+            // Past the last part and the last row, these are loaded again with weight 0: conditions would make loads
+            // wait for each other.
             float2 stats[OWN_ROWS][BATCH];
             float4 x[OWN_ROWS][BATCH][OWN_FOURS];
 #pragma unroll
@@ -170,16 +172,17 @@ extern "C" __global__ void __launch_bounds__(256, SHARES < 4 ? 2 : 1) attend_lat
     const int seq_len = load_int(a.seq_lens + request), page_len = load_int(a.page_lens + request);
     const int first_part = load_int(a.spans + 2 * request), parts = load_int(a.spans + 2 * request + 1);
     const int rows = queries * HEADS, first = max(page_len - queries + 1, 0);
-    // Lengths and parts are never negative: with this test all six loads are under way at once.
+    // Lengths and parts are never negative; testing their signs here puts all six loads under way at once.
     if ((first_row >= rows) | (min(min(seq_len, page_len), min(first_part, parts)) < 0)) return wait_for_kernel_before();
 
-    // Four threads copy a token of the tile. A token whose block is 0, the null block, is not of the request: zeros.
+    // Four threads copy a token of the tile. A token whose block is 0, the null block, is not in the request: it
+    // becomes zeros.
     auto token_of = [&](int base) { return max(min(base + (int)threadIdx.x / 4, seq_len - 1), 0); };
     auto block_of = [&](int token) {
         return load_int(a.table + (u64)request * a.table_stride + token / RING_BLOCK);
     };
     int block = block_of(token_of(first));
-    // Queries, as they are; rows that do not exist are the last one.
+    // Queries, unchanged; rows that do not exist repeat the last one.
     constexpr int PIECES = (RANK + ROPE_DIM) / 8;
 #pragma unroll 1
     for (int i = threadIdx.x; i < 16 * PIECES; i += 32 * WARPS) {
@@ -193,7 +196,7 @@ extern "C" __global__ void __launch_bounds__(256, SHARES < 4 ? 2 : 1) attend_lat
 
     const u32 cut = load_int(a.begins + 2 * first_part) != request;  // another request comes first in the partition
     const int window = seq_len - page_len;
-    float maximum = MASKED, total = 0;  // of the row whose weights the lane makes
+    float maximum = MASKED, total = 0;  // of the row whose weights the lane computes
     float sums[2][4][4];
     for (int base = first;; base += TILE) {
         const bool is_last = base + TILE >= seq_len, there = (block > 0) & (base < seq_len);
@@ -234,8 +237,8 @@ extern "C" __global__ void __launch_bounds__(256, SHARES < 4 ? 2 : 1) attend_lat
         }
         sync_block();
         {
-            // A lane has tokens t, t + 4, t + 8 and t + 12 of a step of 16: the columns of the left operand that lane c
-            // holds are taken for them.
+            // A lane has tokens t, t + 4, t + 8 and t + 12 of a step of 16: they take the columns of the left operand
+            // that lane c holds.
             const int row = warp * 2 + lane / 16, t = lane / 4 % 4 * 16 + c;
             const int limit = seq_len - queries + (first_row + row) / HEADS + 1;
             const u32 source = shared + AT(scores) + (row * SCORE_WORDS + t) * 4;
@@ -267,7 +270,7 @@ extern "C" __global__ void __launch_bounds__(256, SHARES < 4 ? 2 : 1) attend_lat
 #pragma unroll 1
         for (int i = 0; i * WARPS + warp < OWN_GROUPS; i++) {
             const int group = blockIdx.z * OWN_GROUPS + i * WARPS + warp;
-            float o[4][4] = {};  // channel 16 d4 + 8 d3 + 2 c + d0 is in o[2 d3 + d0][d4], and of row r + 8, [2 + d4]
+            float o[4][4] = {};  // channel 16 d4 + 8 d3 + 2 c + d0 is in o[2 d3 + d0][d4], row r + 8's in [2 + d4]
             if (base > first) {
 #pragma unroll
                 for (int k = 0; k < 16; k++) {

@@ -20,7 +20,8 @@ from .source import LATENT_RING
 RANK, ROPE_DIM = LATENT
 TILE_ROWS, TILE_TOKENS = 16, 64
 CHANNEL_SHARES = (1, 2, 4, 8)
-"""Blocks that a tile of rows may have: each makes all its scores, and the outputs of a share of the channels."""
+"""Blocks that a tile of rows may have: each computes all scores of the tile, and the outputs of a share of the
+channels."""
 
 
 class LatentRingVariant(NamedTuple):
@@ -58,12 +59,12 @@ STEP_ARGUMENTS, LAYER_ARGUMENTS = struct.Struct("=8Q3If"), struct.Struct("=3QI4x
 
 
 def channel_shares(rows: int, sm_count: int) -> int:
-    """Return how many blocks share a tile of rows: as few as leave each SM 14 of all requests' rows."""
+    """Return how many blocks share a tile of rows: the fewest with which each SM has more than 14 rows of the batch."""
     return next((n for n in CHANNEL_SHARES if rows * n > 14 * sm_count), CHANNEL_SHARES[-1])
 
 
 class Step(NamedTuple):
-    """A step's part of the launch, which its layers share: arguments, and the grid."""
+    """The step's half of the launch, which its layers share: arguments, and the grid."""
 
     arguments: bytes
     grid: tuple[int, int, int]
@@ -82,8 +83,8 @@ def make_step(
         sm_count: of the card.
         ring: its table int32 [requests, ring blocks].
         query_start, seq_lens, page_lens: int32 [requests + 1], [requests] and [requests]: first query token of each
-            request, its tokens, and how many of these are read in pages.
-        parts: what attention over pages leaves, with room for requests in one part.
+            request, its tokens, and its tokens that are read in pages.
+        parts: partial results over pages, with room for requests with a single part.
     """
     table, requests = ring.block_table, len(seq_lens)
     check_int32(table, query_start, seq_lens, page_lens)
@@ -105,9 +106,9 @@ def layer_arguments(ring: torch.Tensor, inverse_gain: torch.Tensor, constant: to
 
 
 class CudaLatentRing(CudaKernel[int]):
-    """Attention over one layer's ring of latents of 512 channels with 64 channels of RoPE, merged with what
-    `CudaLatentDecode` has left of that over pages. The launch begins early, so it follows that one directly, and
-    nothing is launched between them (`early_launch.py`). Keys are shares.
+    """Attention over one layer's ring of latents of 512 channels with 64 channels of RoPE, merged with the partial
+    results over pages that `CudaLatentDecode` has left. The launch begins early, so it directly follows the decode's
+    launch, with nothing between them (`early_launch.py`). Keys of variants are shares.
 
     Args:
         ring: uint8 [blocks, 1, block_size, ring_slot_bytes], its last two dimensions contiguous.
@@ -151,7 +152,7 @@ class CudaLatentRing(CudaKernel[int]):
         self.compile(CHANNEL_SHARES)
 
     def variant(self, shares: int) -> LatentRingVariant:
-        """Return the variant that blocks of so many shares need."""
+        """Return the variant for blocks with this number of shares."""
         return self.widest._replace(channel_shares=shares)
 
     def compilation(self, key: int) -> Compilation:

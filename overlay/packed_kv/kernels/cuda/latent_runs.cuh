@@ -3,11 +3,11 @@
 #include "codes.cuh"
 #include "wgmma.cuh"
 
-constexpr int RANK = HEAD_DIM * (HAS_PICKS ? 2 : 1);  // words of a row are of half as many groups
+constexpr int RANK = HEAD_DIM * (HAS_PICKS ? 2 : 1);  // a row's words have the layout of half as many groups
 constexpr int TILE = TILE_TOKENS, BLOCKS = RANK / 64;   // a block is 64 channels of a tile
 static_assert(RANK == 512 && TILE == 64 && ROWS % 8 == 0 && ROWS <= 64, "shape");
 
-// A run of tiles of one request, as the value groups see it.
+// A run of tiles of one request, for the groups that add values.
 struct Run {
     int rows, query;  // rows of this block; the request's first query token
     bool is_whole;    // the request has no other parts, and its outputs are written

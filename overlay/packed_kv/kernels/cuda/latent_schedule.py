@@ -4,10 +4,10 @@ A partition is one thread block's work (two blocks' with two row blocks): a run 
 in turn. All partitions run at once, one an SM, so they get equal work. The host does not know the lengths, because a
 CUDA graph holds the grid; one Triton program makes the schedule on the device, once per step. It takes the better of:
 
-- equal cuts: a partition has tiles of one request, and each request is cut into equal parts, as few as keep all parts
-  below the smallest size that the partitions suffice for;
+- equal cuts: a partition has tiles of one request, and each request is cut into equal parts. Their size is the smallest
+for which there are enough partitions;
 - stream-K (Osama et al., 2023): the tiles of all requests form one sequence that is cut into equal partitions. Each
-  request counts as `RUN_TILES` tiles more, which is about what loading queries and storing outputs cost.
+request counts as `RUN_TILES` more tiles, roughly the cost of loading queries and storing outputs.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ TILE_TOKENS = 64
 RUN_TILES = 2
 """Cost of a run besides its tiles, in tiles."""
 LEAST_SIZE, SIZE_RATIO = 64, 4
-"""Requests that the smallest variant of the kernel has room for, and how many times as many the next one has. A variant
-for 4,096 takes 19 to 45 us for up to 64 requests, one for 64 takes 4 to 7 (docs/lab/tried.md)."""
+"""Requests that fit the smallest variant of the kernel, and the factor to the next variant. A variant for 4,096 takes
+19 to 45 us for up to 64 requests, one for 64 takes 4 to 7 (docs/lab/tried.md)."""
 SEARCH_STEPS = 16
-"""Halvings in the search for the size of equal parts: requests have up to 65536 tiles more than a partition."""
+"""Halvings in the search for the size of equal parts: a request has up to 65536 tiles more than a partition."""
 
 
 @triton.jit(
@@ -84,7 +84,7 @@ class LatentScheduler:
 
     Args:
         requests: the most of a batch.
-        most_partitions: the most that a schedule is asked for.
+        most_partitions: the most partitions of a schedule.
         device: of the schedules.
     """
 

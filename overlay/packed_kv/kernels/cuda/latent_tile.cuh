@@ -37,10 +37,10 @@ INLINE void load_source_words(Words<Key>& words, const Source& source, int lane)
     }
 }
 
-// A lane's raw bytes of blocks FIRST to LAST - 1 of 16 tokens, those of its two tokens r and r + 8; `Bytes` says how they
-// lie.
+// A lane's raw bytes of blocks FIRST to LAST - 1, for its tokens r and r + 8 of 16; `Bytes` defines their layout.
 template <int FIRST, int LAST, class Bytes> struct Unpacker : Bytes {
-    // `offsets`: of this lane's row of a step's four matrices in a block. `use` gets each block, as an operand.
+    // `offsets`: offsets in a block of this lane's row, for a step's four matrices. `use` gets each block as an
+    // operand.
     template <class Use> INLINE void store(const Tables& tables, u32 tile, const u32 (&offsets)[4], Use&& use) {
         for_each<LAST - FIRST>([&](auto i) {
             constexpr int block = FIRST + i.value;
@@ -74,7 +74,7 @@ INLINE void own_offsets(int lane, int warp, u32 (&offsets)[4]) {
         offsets[k.value] = (warp * 16 + lane % 16) * 128 + (((2 * k.value + lane / 16) ^ (lane & 7)) << 4);
     });
 }
-// Ends a warp's stores, which the products of other warps read.
+// Completes a warp's stores before the products of other warps read them.
 INLINE void finish_stores(u32 barrier, int lane) {
     fence_async();
     sync_warp();

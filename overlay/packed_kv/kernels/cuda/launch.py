@@ -35,10 +35,11 @@ from .source import DECODE, UNPACKED, Source
 
 OUTPUTS = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2}
 STAGES, UNPACKER_STAGES = 2, 3
-"""Tiles that a warp has in flight. `roles_unpack.cuh` wants three of a warp that only unpacks: a tile of the ring takes
-the room of two."""
+"""Tiles that a warp has in flight. In `roles_unpack.cuh` a warp that only unpacks needs three: a ring tile takes the
+room of two."""
 TILE_BLOCKS = 2
-"""Micro-blocks of a warp's tile, but of one that only unpacks, of 32 columns, and of teams over heads of 256: one."""
+"""Micro-blocks of a warp's tile. Warps that only unpack, variants of 32 columns, and teams over heads of 256 have
+one."""
 
 
 class PairVariant(NamedTuple):
@@ -82,7 +83,7 @@ def constants(page: PageLayout, kv_heads: int, group: int, variant: PairVariant)
     shares, is_large = is_wide(columns, layout.head_dim), layout.head_dim == LARGE_HEAD
     tile_blocks = 1 if unpackers or columns == 32 or (shares and is_large) else TILE_BLOCKS
     stages = UNPACKER_STAGES if unpackers else STAGES
-    smaller = TILE_BLOCKS // tile_blocks  # tiles than those that the schedule and blocks of means count
+    smaller = TILE_BLOCKS // tile_blocks  # tiles than the schedule and blocks of means count
     values: dict[str, object] = {
         **_layout_constants(layout),
         **group_constants(layout),
@@ -149,9 +150,9 @@ def pack_matrix(matrix: torch.Tensor, means: Means | None = None) -> torch.Tenso
         means: of V, or None.
 
     Returns:
-        fp16 [1 or KV heads, head_dim / 16, head_dim / 16, 32, 8], where a lane's 8 elements are those of two products.
-        With means [1 or KV heads, elements]: behind the matrix of a head are fp32 numbers [head_dim, 2], the mean and
-        what that of position 0 is more.
+        fp16 [1 or KV heads, head_dim / 16, head_dim / 16, 32, 8], where a lane's 8 elements belong to two products.
+        With means [1 or KV heads, elements]: behind the matrix of a head are fp32 numbers [head_dim, 2]: the mean, and
+        the mean of position 0 minus it.
     """
     heads, head_dim, _ = matrix.shape
     # Output channel = tile, upper, row; summed channel = fragment, product, right, column.
@@ -194,13 +195,13 @@ def step_arguments(
         query: fp16 [tokens, KV heads, queries per KV head, head_dim], contiguous, rotated and scaled (`rotate_query`).
         block_table: int32 [requests, blocks].
         query_start: int32 [requests + 1], first query token of each request, and their number.
-        seq_lens: int32 [requests], tokens in the cache, those of the query included.
+        seq_lens: int32 [requests], tokens in the cache, query tokens included.
         partial_output: fp32, filled by blocks that do not write the output: [tokens, query heads, splits, head_dim], or
             with a schedule [items, KV heads, columns, head_dim].
         partial_stats: fp32 [..., 2], the maximum of the scores and the sum of the weights of each partial output.
         query_bias: fp32 [tokens, query heads, 1 + blocks of means], contiguous, in log2 units: the correction of token
-            0, and what the mean of each block adds to scores; one more column, -inf, where values are centred; None:
-            keys are not centred.
+            0, and the scores' bias from each block's mean; one more column, -inf, where values are centred; None: keys
+            are not centred.
         ring: block table int32 [requests, blocks] and first tokens int32 [requests] are read; None: there is none.
         lse: fp32 [tokens, query heads], contiguous: filled with the natural log-sum-exps of the scores where blocks
             write the output; None: not wanted.
@@ -232,7 +233,7 @@ def layer_arguments(
         cache: uint8 [blocks, KV heads, block_size, slot_bytes]; its address and strides are multiples of 16 bytes.
         ring: cache uint8 [blocks, KV heads, ring block, ring slot bytes], likewise aligned; None: there is none.
         output: fp16, bf16 or fp32 [tokens, KV heads, queries per KV head, head_dim], unit stride over channels.
-        matrix: of `pack_matrix`, with V's means where values are stored less them.
+        matrix: of `pack_matrix`, with V's means where these are subtracted from stored values.
         counters: int32 zeros [items * KV heads], of `make_counters`.
     """
     check_pages(cache)
@@ -250,8 +251,8 @@ def layer_arguments(
 
 
 class CudaDecode(CudaKernel[tuple[int, bool, int]]):
-    """Decode attention over one layer's cache and ring. Keys are warps and `is_final` of the grid, and the most query
-    tokens of a request.
+    """Decode attention over one layer's cache and ring. Keys of variants are the grid's warps and `is_final`, and the
+    most query tokens of a request.
 
     Args:
         page: layout of the cache.

@@ -35,7 +35,7 @@ INLINE void attend_ring_tile(const Arguments& a, const Request& request, int hea
     add_ring_values(state, tile, scales[0], operands[0], lane);
 }
 
-// Converts outputs of the ring to the units of those of pages.
+// Converts the ring's outputs to the units of the pages' outputs.
 INLINE void to_page_unit(State& state) {
     for_each<OCTETS * GROUPS * 8>([&](auto i) {
         constexpr int group = i.value / 8 % GROUPS;

@@ -72,7 +72,7 @@ def load(code: bytes, name: str, shared_bytes: int) -> driver.CUfunction:
 
 
 def _checked(result: tuple[Any, ...]) -> Any:
-    """Return what a call of the binding returned besides its status. Raises CompileError."""
+    """Return the results of a call of the binding without its status. Raises CompileError."""
     status, *values = result
     if int(status):
         raise CompileError(f"{type(status).__name__}: {status.name}")

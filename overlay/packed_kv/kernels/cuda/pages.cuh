@@ -1,4 +1,4 @@
-// Tiles of pages: which of them a warp or a block reads, how they come into shared memory, and what of them is masked.
+// Tiles of pages: which tiles a warp or a block reads, how they come into shared memory, and which tokens are masked.
 #pragma once
 #include "combine.cuh"
 #include "ring.cuh"
@@ -60,7 +60,7 @@ INLINE void load_scales(u32 micro_block, const Lane& lane, u32 (&key)[GROUPS / 2
     }
 }
 
-// Ones for the bytes of this lane's V scales of a micro-block whose first `count` tokens are stored.
+// Mask for this lane's bytes of V scales in a micro-block: ones for the first `count` tokens, which are stored.
 INLINE u32 stored_bytes(const Lane& lane, int count) {
     u32 stored = 0;
     for_each<4>([&](auto i) {

@@ -1,8 +1,8 @@
 """`decode.cu` over prefixes: passes of chunks' query tokens, which a table on the device lists.
 
-A chunk's new tokens follow its prefix, so each pass sees all of it: 64 columns of query heads times tokens. A pass is a
-request to the kernel and its schedule. No length reaches a launch, so a CUDA graph can hold it: a table may have more
-passes than a step needs, those behind without query tokens.
+A pass has 64 columns: query heads times query tokens. A chunk's new tokens follow its prefix, so each pass sees all of
+it. A pass is a request to the kernel and its schedule. A launch depends on no length, so a CUDA graph can hold it: a
+table may have more passes than a step needs; the rest have no query tokens.
 """
 
 from __future__ import annotations
@@ -45,7 +45,8 @@ PAYS = {True: Pays(12, 1 << 22), False: Pays(4, 1 << 24)}
 """The prefixes that the kernel reads faster than they are gathered, rotated back and read by FlashAttention: with warps
 that only unpack (`has_unpackers`), and without (benchmarks/prefixes.py, docs/lab/kernels.md)."""
 THIRDS = 3
-"""Blocks of 64 columns are of equal speed, and a part costs more than of few columns: each has a whole load."""
+"""Blocks of 64 columns run at equal speed, and their parts cost more than parts of few columns: each part is a whole
+load."""
 
 
 class PrefixGrid(NamedTuple):
@@ -56,8 +57,9 @@ class PrefixGrid(NamedTuple):
 
 
 def prefix_grid(passes: int, inputs: GridInputs, filled: int = 0) -> PrefixGrid:
-    """Return the grid for a table of so many passes. Its blocks write the output, however few they are: a prefix is cut
-    into up to 32 parts, and another launch would merge them. `filled`: passes that are expected to have query tokens;
+    """Return the grid for a table of this many passes. Its blocks write the output, however few they are: a prefix is
+    cut into up to 32 parts, which would need another launch to be merged. `filled`: passes that are expected to have
+    query tokens;
     0: all."""
     kind = block_kind(filled or passes, inputs, COLUMNS)
     return PrefixGrid(item_count(passes, kind.resident(inputs)), kind)
@@ -110,8 +112,8 @@ def prefix_arguments(
         schedule: of `PrefixSchedules`.
         partial_output, partial_stats: fp32 [items, KV heads, COLUMNS, head_dim] and [items, KV heads, COLUMNS, 2].
         query_bias: see `launch.step_arguments`.
-        ring: block table int32 [requests, blocks] and first tokens int32 [requests], as they are before the chunks' own
-            tokens are there; None: there is none.
+        ring: block table int32 [requests, blocks] and first tokens int32 [requests], before the ring has the chunks'
+            own tokens; None: there is none.
         lse: fp32 [tokens, query heads], contiguous: filled for the query tokens of passes with the natural
             log-sum-exps of the scores, -inf where a prefix has no keys.
     """

@@ -12,7 +12,7 @@ typedef unsigned long long u64;
 #define OFFSET_OF(TYPE, MEMBER) (u32)__INTADDR__(&((TYPE*)0)->MEMBER)
 // The offset of a member of the kernel's `SharedMemory`.
 #define AT(MEMBER) OFFSET_OF(SharedMemory, MEMBER)
-// Says to the host (kernel.py) how many threads and bytes of shared memory a block of a kernel has.
+// Tells the host (kernel.py) how many threads and bytes of shared memory a block of a kernel has.
 #define BLOCK_OF(KERNEL, THREADS, BYTES) extern "C" __device__ const u32 KERNEL##_block[] = {THREADS, BYTES}
 
 INLINE u32 prmt(u32 low, u32 high, u32 selector) {
@@ -137,7 +137,7 @@ INLINE bool any_thread(bool predicate) { return __syncthreads_or(predicate); }
 
 // Lets the next kernel of the stream begin, once all blocks have come here or ended.
 INLINE void begin_next_kernel() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
-// Waits for the kernel before to end, and for what it wrote.
+// Waits until the previous kernel has ended and its writes are visible.
 INLINE void wait_for_kernel_before() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 
 // ---- memory
@@ -152,7 +152,7 @@ INLINE u32 load_shared(u32 address) {
     asm volatile("ld.shared.b32 %0, [%1];" : "=r"(word) : "r"(address));
     return word;
 }
-// Loads though a word from there may be in a register.
+// Loads from memory even if a register may hold the word.
 INLINE u32 load_shared_again(u32 address) {
     u32 word;
     asm volatile("ld.volatile.shared.b32 %0, [%1];" : "=r"(word) : "r"(address) : "memory");
@@ -182,7 +182,7 @@ struct __align__(16) Quad { u32 x, y, z, w; };
 INLINE void store_shared_4(u32 address, const Quad& q) {
     asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" :: "r"(address), "r"(q.x), "r"(q.y), "r"(q.z), "r"(q.w));
 }
-INLINE u32 load_int(const int* p) {  // not to a uniform register, which is waited for at once
+INLINE u32 load_int(const int* p) {  // not to a uniform register, which would be waited for at once
     u32 x;
     asm volatile("ld.global.nc.b32 %0, [%1];" : "=r"(x) : "l"(p));
     return x;
@@ -229,8 +229,8 @@ INLINE Numbers load_4_from_l2(const float* pointer) {
 INLINE int atomic_add(int* pointer, int x) { return atomicAdd(pointer, x); }
 INLINE void memory_fence() { __threadfence(); }
 
-// Returns x as a value that the compiler knows nothing about. What depends on it is computed where it is needed, not
-// early and then held in registers.
+// Returns x as a value that the compiler knows nothing about. Dependent values are then computed where they are needed,
+// not early and held in registers.
 INLINE u32 hide_from_optimizer(u32 x) {
     u32 result;
     asm volatile("mov.b32 %0, %1;" : "=r"(result) : "r"(x));
@@ -263,8 +263,8 @@ INLINE void expect_bytes(u32 barrier, u32 bytes) {
 }
 // Makes this thread's stores to shared memory visible to products and bulk copies.
 INLINE void fence_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
-// For sm_120, a copy into the cluster's shared memory has a call beside it, for another block's; sm_90 has the one
-// instruction for both, and PTX before 8.6 no other name for it.
+// On sm_120 a copy to `.shared::cluster` adds a call for another block's memory; sm_90 has one instruction for both,
+// and PTX before 8.6 has no other name for it.
 #if __CUDA_ARCH__ > 900
 #define TARGET_SPACE "shared::cta"
 #else

@@ -3,7 +3,7 @@
 #pragma once
 #include "columns.cuh"
 
-// What scores of pages and of the ring are multiplied by.
+// Factors of scores of pages and of the ring.
 constexpr float PAGE_FACTOR = UNPACKERS ? 1 / TEAM_UNIT : 1 / SCORE_UNIT;
 constexpr float RING_FACTOR = UNPACKERS ? 1 / TEAM_UNIT : RING_UNIT;
 
@@ -80,7 +80,7 @@ INLINE void ring_value_pairs(u32 tile, const Lane& lane, int group, u32* pairs) 
     });
 }
 
-// Loads V's scales as pages have them, one byte per token; 0 for tokens that are not in the ring, whose bytes may be
+// Loads V's scales in the pages' order, one byte per token. Tokens outside the ring get 0, as their bytes may be
 // anything.
 INLINE void ring_value_scales(const Request& request, u32 tile, int first, const Lane& lane, u32 (&scales)[SETS]) {
     const u32 word = tile + RING_VALUE_SCALES_AT - RING_VALUE_SCALE;
@@ -101,10 +101,10 @@ INLINE void ring_value_scales(const Request& request, u32 tile, int first, const
     });
 }
 
-// The tile of pages that has the tokens of a request's tile `number` of the ring.
+// The tile of pages with the same tokens as a request's ring tile `number`.
 INLINE int page_tile(const Request& request, int number) { return (request.first_ring_tile() + number) / TILE_BLOCKS; }
 
-// Corrects the scores of token 0, and masks those of tokens that a query does not see or reads from pages. `first` is
+// Corrects the scores of token 0, and masks scores of tokens that a query does not see or reads from pages. `first` is
 // the tile's first token.
 INLINE void mask_ring_scores(const Arguments& a, const Request& request, int head, int first, const Lane& lane,
                              float (&scores)[SCORES]) {

@@ -2,8 +2,8 @@
 // warps copy and unpack a micro-block of each tile, and leave K and V as fp16 in shared memory (`roles_unpack.cuh`). The
 // other attends, as kernels over fp16 caches do (`roles_attend.cuh`).
 //
-// Tiles of the ring come before those of pages. The raw bytes of one take the room of two of pages, and none is copied
-// while another is unpacked: there are few.
+// Tiles of the ring come before tiles of pages. A ring tile's raw bytes take the room of two page tiles. There are few,
+// so none is copied while another is unpacked.
 #pragma once
 #include "roles_attend.cuh"
 #include "roles_unpack.cuh"
@@ -22,12 +22,12 @@ INLINE void share_queries(const Arguments& a, const Request& request, int head) 
     fence_async();
 }
 
-// `gain`: what outputs are to be multiplied by.
+// `gain`: factor of outputs.
 INLINE void store_rows(const Arguments& a, const Request& request, int head, const WorkItem& item, int split,
                        int splits, int warp, const Lane& lane, const RowState& state, float gain) {
     float *weights = (float*)(shared_memory() + AT(raw)), *combined = weights + COLUMNS * 32;  // `weights`: of parts
     const bool is_alone = IS_FINAL && item.parts == 1;
-    sync_columns();  // all warps have done with the tiles that were here
+    sync_columns();  // all warps have finished with the tiles that were here
     for_each<2>([&](auto r) {
         float total = state.total[r.value];
         total += shuffle_xor(total, 1), total += shuffle_xor(total, 2);

@@ -8,16 +8,16 @@ namespace roles {
 struct RowState {
     float output[64];  // of channels 8 i + 2 column + {0, 1}, rows r and r + 8
     float maximum[2], total[2];
-    u32 element;  // the maxima are those of scores without this bias, see `Biases`
+    u32 element;  // the maxima are of scores without this bias, see `Biases`
 };
-// The element of the rows' biases, of a column or of one that the request has.
+// The element of a row's biases; columns that the request lacks take one that it has.
 INLINE float load_bias(const Arguments& a, const Request& request, int row, u32 element) {
     return a.query_bias[request.row(blockIdx.y, request.has(row) ? row : 0) * a.bias_stride + element];
 }
 
-// Masks scores of a tile, and puts in them what `Biases` says: the correction of token 0, and the difference of the
-// bias of a token's block to that of the tile's first one. The maxima become those of scores without the bias of the
-// tile's first block.
+// Masks scores of a tile, and adds biases (`Biases`): the correction of token 0, and the difference between the biases
+// of a token's block and of the tile's first block. The maxima become maxima of scores without the bias of the tile's
+// first block.
 INLINE void prepare_scores(const Arguments& a, const Request& request, const TeamTiles& tiles, int number, int end,
                            int row, const Lane& lane, RowState& state, float (&scores)[32]) {
     const bool is_ring = RING_BLOCK && number < tiles.ring;
@@ -55,12 +55,13 @@ INLINE void prepare_scores(const Arguments& a, const Request& request, const Tea
     state.element = element;
 }
 
-// A lane's weights of a tile and row add up to less than this, so fp16 has each. If all scores are alike, its 16 are
-// 2^HEADROOM, which must not look like a maximum that has to move (32 x 8192, 64 columns: 220 us for 180).
+// A lane's weights of a tile and row add up to less than this, so each fits fp16. If all scores are equal, its 16
+// weights are 2^HEADROOM; this must not count as a maximum that has to move (32 x 8192, 64 columns: 220 us instead of
+// 180).
 constexpr float CEILING = 32768;
 static_assert(HEADROOM == 10, "16 weights of 2^HEADROOM are below the ceiling");
 
-// Computes the weights of a tile in `p`, and returns whether the sum of a lane's exceeds `ceiling`.
+// Computes the weights of a tile in `p`, and returns whether a lane's sum of weights exceeds `ceiling`.
 INLINE bool weigh(const float (&scores)[32], const float (&maximum)[2], float ceiling, u32 (&p)[16], float (&sums)[2]) {
     sums[0] = sums[1] = 0;
     for_each<16>([&](auto k) {
@@ -88,7 +89,7 @@ INLINE void attend_tiles(const Arguments& a, const Request& request, const TeamT
     const u32 queries = matrix_descriptor(shared + AT(queries), 16), keys = matrix_descriptor(shared + AT(keys), 16);
     const u32 values = matrix_descriptor(shared + AT(values), 16);
     const int end = 16 * end_tile;
-    int change = HAS_BIAS ? 0 : 1 << 30;  // the first token of the next block of means; 0: token 0 may come
+    int change = HAS_BIAS ? 0 : 1 << 30;  // first token of the next block of means; 0: token 0 may follow
     const int unmasked = min(request.page_limit(request.limit(0)), end);
     float(&o)[64] = state.output;
     for_each<64>([&](auto i) { o[i.value] = 0; });
@@ -110,7 +111,8 @@ INLINE void attend_tiles(const Arguments& a, const Request& request, const TeamT
         wgmma_wait<!is_last.value>();
         sync_warp();
         if (lane.index == 0) arrive(shared + AT(keys_empty) + 8 * stage);
-        // A tile of the ring, one with tokens of the next block of means, or one with tokens that a query does not see.
+        // A tile of the ring, a tile with tokens of the next block of means, or a tile with tokens that a query does
+        // not see.
         if (__builtin_expect((RING_BLOCK && number <= tiles.ring) || 16 * tiles.tile(number, 4) > min(unmasked, change), 0)) {
             if (RING_BLOCK && number == tiles.ring)
                 for_each<64>([&](auto i) { o[i.value] *= 1 / VALUE_GAIN; });

@@ -7,7 +7,7 @@ namespace roles {
 
 template <u32 BY, bool IS_LIFTED> INLINE u32 lifted(u32 pair) { return IS_LIFTED ? multiply_halves(pair, BY) : pair; }
 // Unpacks K of 16 tokens. `decode(g, pairs)` decodes a group, `scale(g)` returns the scales of its two tokens, and
-// `Lift::of(g)` is what the group is lifted by.
+// `Lift::of(g)` is the group's lift factor.
 template <class Lift, bool LIFTS_CODES, class Decode, class Scale>
 INLINE void unpack_keys(u32 even, u32 odd, Decode&& decode, Scale&& scale) {
     for_each<GROUPS>([&](auto g) {
@@ -43,7 +43,7 @@ INLINE void unpack_values(u32 target, Decode&& decode, const u32 (&scales)[4], b
         store_matrices(target + 32 * group * 128, p), store_matrices(target + (32 * group + 16) * 128, p + 4);
     });
 }
-// Ends a warp's stores, which the products of other warps read.
+// Completes a warp's stores before the products of other warps read them.
 INLINE void finish_stores(u32 barrier, const Lane& lane) {
     fence_async();
     sync_warp();

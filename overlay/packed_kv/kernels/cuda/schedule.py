@@ -25,16 +25,16 @@ from .. import power_of_2
 from ..triton.launch import Arguments, Launch
 
 MAX_PARTS = 32
-"""Parts of a request: one warp combines them, a lane each."""
+"""The most parts of a request: one warp combines them, a lane per part."""
 TILE_TOKENS = 32
 CUT_TILES = 8
 """Requests are cut at multiples of this many tiles."""
 MIN_WARP_TILES = 4
-"""Tiles of a warp in a request that is cut; the last of equal parts may have fewer."""
+"""Fewest tiles of a warp in a request that is cut; the last of equal parts may have fewer."""
 MIN_PART = 8
-"""Stream-K parts have at least 1/8 of the part size: a block costs about 5 us besides its tiles."""
+"""Stream-K parts have at least 1/8 of the part size: a block costs about 5 us in addition to its tiles."""
 BUCKETS = 16
-"""Sizes that sorting tells apart; fewer for more than 2048 requests, because shared memory is small."""
+"""Number of part sizes that sorting tells apart; fewer for more than 2048 requests, because shared memory is small."""
 SLOT_SHIFT, PART_SHIFT = 16, 24
 """Positions of a work item's slot and part in their words; `WorkItem` of decode.cu reads them."""
 _TILE_TOKENS, _CUT_TILES = tl.constexpr(TILE_TOKENS), tl.constexpr(CUT_TILES)
@@ -43,8 +43,8 @@ _MIN_PART, _MAX_PARTS = tl.constexpr(MIN_PART), tl.constexpr(MAX_PARTS)
 
 class ScheduleConstants(NamedTuple):
     """Constants that the kernel is compiled for: the most `requests`, a power of 2; whether they are cut as stream-K
-    does; the fewest tiles of a part; `buckets` that sorting tells apart; `thirds` of a resident block's load that a
-    part of stream-K has; and the positions of an item's slot and part."""
+    does; the fewest tiles of a part; `buckets` that sorting tells apart; size of a stream-K part in `thirds` of a
+    resident block's load; and the bit positions of an item's slot and part."""
 
     requests: int
     stream_k: bool
@@ -147,7 +147,7 @@ class Scheduler:
         warps: warps of a block.
         device: of the schedules.
         stream_k: whether requests are cut as stream-K does.
-        thirds: of a resident block's load that a part of stream-K has, where there are few blocks a request.
+        thirds: size of a stream-K part in thirds of a resident block's load, where there are few blocks per request.
     """
 
     def __init__(
@@ -155,7 +155,7 @@ class Scheduler:
     ) -> None:
         self.requests, self.resident_blocks, self.warps = requests, resident_blocks, warps
         count = item_count(requests, resident_blocks)
-        assert count <= 1 << (31 - SLOT_SHIFT), count  # what the words of an item have room for
+        assert count <= 1 << (31 - SLOT_SHIFT), count  # the range of an item's words
         self.items = torch.full((count, 4), -1, dtype=torch.int32, device=device)
         size = max(32, power_of_2(requests))
         buckets = max(1, min(BUCKETS, 2048 * BUCKETS // size))

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 
 class Source(NamedTuple):
-    """A source file, those that it includes, the architecture that it is compiled for, and its kernels."""
+    """A source file, the files that it includes, the architecture that it is compiled for, and its kernels."""
 
     main: str
     headers: tuple[str, ...]

@@ -1,6 +1,6 @@
-// A team of warps, which shares the unpacking of columns: what it carries, and its softmax. `wide.cuh` says how.
-// Only that issues bulk copies. Weights are stored two tiles apart: between a store and the loads of what was there before
-// is the barrier of `share_weights`, past which all warps have added the tile before.
+// A team of warps, which shares the unpacking for its columns: its state and its softmax. `wide.cuh` explains it, and
+// alone issues bulk copies. Weights have room for two tiles: the barrier of `share_weights` is between the loads of old
+// weights and the store that overwrites them, as past it all warps have added the tile before.
 #pragma once
 #include "pages.cuh"
 
@@ -15,7 +15,7 @@ struct TeamMemory {
     u8 weights[2][WEIGHT_BYTES];
     float maxima[WARPS][COLUMNS], tops[WARPS][COLUMNS];  // tops: the largest scores of a tile
 #if HAS_VALUE_MEANS
-    float first[2][COLUMNS];  // scores of token 0, read from the ring and from pages; -inf where it is not seen
+    float first[2][COLUMNS];  // scores of token 0, from the ring and from pages; -inf where it is not seen
 #endif
 };
 struct SharedMemory {
@@ -28,16 +28,17 @@ struct SharedMemory {
 static_assert(AT(team.stages) == STAGES_AT, "where `Stages` has them");
 static_assert(WARPS == GROUPS && OCTETS % 2 == 0, "a warp for each group, and pairs of octets");
 
-// The headroom of weights, see `HEADROOM`. A lane sums those of all its columns, and compares the sum with the ceiling.
+// The headroom of weights, see `HEADROOM`. A lane sums the weights of all its columns, and compares the sum with the
+// ceiling.
 constexpr float WIDE_HEADROOM = HEADROOM - 3;
 
-// What a warp carries from tile to tile; outputs are those of its group of channels.
+// What a warp carries from tile to tile; its outputs are its own group of channels.
 struct TeamState {
     float output[2][SCORES];  // [channels 0-15, 16-31][octet, row of channels, column]
     float total[OWN];         // of the lane's tokens
     float ceiling;
     u32 scale_guard;
-    int bias_tile;  // the warp's maxima are those of scores of this tile of pages, see `Biases`
+    int bias_tile;  // the warp's maxima are of scores of this tile of pages, see `Biases`
 
     INLINE TeamState() : ceiling(0), scale_guard(LARGE_SCALES), bias_tile(0) {
         for_each<2 * SCORES>([&](auto i) { output[i.value / SCORES][i.value % SCORES] = 0; });
@@ -55,21 +56,21 @@ template <class Function> INLINE void for_own_group(int warp, Function&& functio
     });
 }
 
-// The address of the numbers of this lane's first two columns in a row of columns; those of each octet are 32 bytes on.
+// The address of this lane's first two columns in a row of columns; each further octet is 32 bytes on.
 INLINE u32 own_numbers(int at, int warp, const Lane& lane) {
     return shared_address(shared_memory()) + at + 4 * COLUMNS * warp + 8 * lane.column;
 }
 
 #if HAS_VALUE_MEANS
-// Keeps the scores of token 0, of the ring or of pages. What else is to be done with them, `store_first` does behind the
-// loop of tiles, which lacks registers for it (turboquant25, 32 x 8192, 64 columns: 487 us for 390).
+// Keeps the scores of token 0, of the ring or of pages. `store_first` does the rest after the loop of tiles, which
+// lacks registers for it (turboquant25, 32 x 8192, 64 columns: 487 us instead of 390).
 INLINE void keep_first(const Lane& lane, bool is_page, const float (&scores)[SCORES]) {
     const u32 first = own_numbers(AT(team.first), is_page, lane);
     if (lane.row == 0) for_each<OWN>([&](auto c) {
         store_shared(first + c.value / 2 * 32 + c.value % 2 * 4, __float_as_int(scores[c.value / 2 * 4 + c.value % 2]));
     });
 }
-// Stores the whole scores of token 0 that a warp has kept, behind the loop's last barrier; a thread a column.
+// Stores the whole scores of token 0 that a warp has kept, after the loop's last barrier; one thread per column.
 INLINE void store_first(const Arguments& a, const Request& request, int head) {
     const int column = threadIdx.x;
     if (column >= COLUMNS || !request.has(column)) return;
@@ -93,7 +94,8 @@ INLINE void mask_shared_scales(const Lane& lane, u32 tile, int count) {
     });
 }
 
-// Moves the maxima of all warps to those of a tile's scores, whose V has `scale_bits`. All warps of the block call it.
+// Raises the maxima of all warps to the maxima of a tile's scores, whose V has `scale_bits`. All warps of the block
+// call it.
 template <int TILES>
 INLINE void move_maxima(const Arguments& a, TeamState& state, int warp, const Lane& lane, float score_factor,
                         const float (&scores)[TILES][SCORES], u32 scale_bits) {
@@ -138,8 +140,8 @@ INLINE void move_maxima(const Arguments& a, TeamState& state, int warp, const La
     sync_warp();
 }
 
-// Computes the weights of TILES micro-blocks; `put` puts those of two octets into shared memory. Returns whether the
-// maxima must move first; then the tile is to be scored again. All warps call it.
+// Computes the weights of TILES micro-blocks; `put` puts the weights of two octets into shared memory. Returns whether
+// the maxima must move first; then the tile is to be scored again. All warps call it.
 template <int TILES, class Put>
 INLINE bool share_weights(TeamState& state, int warp, const Lane& lane, float score_factor, bool moved,
                           const float (&scores)[TILES][SCORES], u32 scale_bits, Put&& put) {

@@ -7,7 +7,7 @@ namespace wide {
 
 constexpr int WEIGHTS_OF_BLOCK = OCTETS / 2 * OPERAND;
 
-// Puts queries into shared memory, as `to_page_unit` of Queries has them if there is no ring.
+// Puts queries into shared memory; without a ring, in the unit of `Queries::to_page_unit`.
 INLINE void share_queries(const Arguments& a, const Request& request, int head, int warp, const Lane& lane) {
     for_each<OCTETS>([&](auto o) {
         const int column = 8 * o.value + lane.row;
@@ -19,7 +19,7 @@ INLINE void share_queries(const Arguments& a, const Request& request, int head, 
                            16 * lane.index, {pairs[0], pairs[1], pairs[2], pairs[3]});
     });
 }
-// Converts the queries for scores of pages; each warp those of its group.
+// Converts the queries for scores of pages; each warp converts its group's.
 INLINE void queries_to_page_unit(int warp, const Lane& lane) {
     for_own_group(warp, [&](auto group) {
         constexpr float factor = SCORE_UNIT * Key::group(group.value).factor;
@@ -86,7 +86,7 @@ INLINE void score_team_tile(const Tables& tables, const Lane& lane, u32 tile, fl
         scores);
 }
 
-// Puts weights into shared memory, see `share_weights`; those of the warp begin at `target`.
+// Puts weights into shared memory, see `share_weights`; the warp's weights begin at `target`.
 struct WeightsOfWarp {
     u32 target;
     const Lane& lane;
@@ -132,8 +132,8 @@ INLINE void add_group_of_tile(TeamState& state, const Tables& tables, const Lane
     }
 }
 
-// Adds V of a tile of the ring, 16 tokens a warp; the first is `first`, and each warp's are `step` tokens after the
-// former one's.
+// Adds V of a tile of the ring, 16 tokens per warp; the first is `first`, and each warp's tokens begin `step` tokens
+// after the previous warp's.
 template <int GROUP>
 INLINE void add_group_of_ring(TeamState& state, const Request& request, const Lane& lane, u32 tile, int first, int step,
                               u32 weights) {
@@ -159,7 +159,7 @@ INLINE void score_ring(const Lane& lane, u32 tile, float (&scores)[1][SCORES]) {
         scores);
 }
 
-// What outputs of the ring are multiplied by before those of pages are added, and what all are at the end.
+// Factors of the ring's outputs before the pages' outputs are added, and of all outputs at the end.
 template <int GROUP> constexpr float ring_to_pages() { return RING_UNIT / Value::group(GROUP).factor; }
 template <int GROUP> constexpr float output_factor() { return Value::group(GROUP).factor; }
 

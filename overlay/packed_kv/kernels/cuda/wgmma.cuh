@@ -5,8 +5,8 @@
 // ---- barriers
 
 INLINE void arrive(u32 barrier) { asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" :: "r"(barrier) : "memory"); }
-// Named barriers, by a `NamedBarrier` of the kernel: 0 is the block's (`sync_block`). The first waits for the 128
-// threads of a warpgroup, the second for 256 of two.
+// Named barriers, by a `NamedBarrier` of the kernel: 0 is the block's (`sync_block`). The first function waits for the
+// 128 threads of a warpgroup, the second for the 256 threads of two.
 INLINE void sync_group(int id) { asm volatile("barrier.cta.sync %0, 128;" :: "r"(id) : "memory"); }
 INLINE void sync_two_groups(int id) { asm volatile("barrier.cta.sync %0, 256;" :: "r"(id) : "memory"); }
 INLINE bool any_of_group(int id, bool x) {
@@ -23,7 +23,7 @@ template <int COUNT, int START = 168> INLINE void set_registers() {
     if constexpr (COUNT < START) asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" :: "n"(COUNT));
     if constexpr (COUNT > START) asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" :: "n"(COUNT));
 }
-// The same number in all threads of a warpgroup, as products must see it.
+// Makes a number uniform in all threads of a warpgroup, as products need it.
 INLINE int warpgroup() { return __shfl_sync(0xFFFFFFFFu, threadIdx.x / 128, 0); }
 INLINE u32 shuffle_word(u32 x, int lane) { return __shfl_sync(0xFFFFFFFFu, x, lane); }
 // Infinite ones become the largest finite ones.
@@ -52,7 +52,7 @@ template <int WIDTH> INLINE void load_page(const u8* p, u32* x) {
         asm volatile("ld.global.L1::no_allocate.b32 %0, [%1];" : "=r"(x[0]) : "l"(p) : "memory");
 }
 
-// The compiler moves no load or store across.
+// The compiler moves no load or store across it.
 INLINE void keep_order() { asm volatile("" ::: "memory"); }
 
 // ---- products

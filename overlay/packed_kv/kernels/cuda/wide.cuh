@@ -1,16 +1,16 @@
-// Attention of a block for 64 columns, or over heads of 256 for 16 to 64, which share one unpacking. Its warps are a team,
-// one for each group of 32 channels. Each warp computes the weights of its own tokens for all columns, and leaves them in
-// shared memory; then it adds V of all the team's tokens for its own group of channels. So each code is unpacked by one
-// warp, once, and a warp holds the outputs of 32 channels only.
+// Attention of a block for 64 columns (16 to 64 over heads of 256), which share one unpacking. Its warps are a team,
+// one for each group of 32 channels. Each warp computes the weights of its own tokens for all columns, and leaves them
+// in shared memory; then it adds V of all the team's tokens for its own group of channels. So each code is unpacked by
+// one warp, once, and a warp holds the outputs of 32 channels only.
 //
-// The weights of two tiles lie in shared memory, so one barrier a tile is enough: past it, all warps have done with the
-// tile before. That barrier is the vote on the softmax's maximum as well. Where it must move, the tile is scored again.
+// The weights of two tiles lie in shared memory, so one barrier per tile is enough: past it, all warps have finished
+// the tile before. The same barrier is the vote on the softmax's maximum. Where it must move, the tile is scored again.
 #pragma once
 #include "team_mma.cuh"
 
 namespace wide {
 
-// Stores what `store_partial` or `combine_warps` store for narrow blocks. `maxima` are those of whole scores.
+// Stores the same results as `store_partial` or `combine_warps` for narrow blocks. `maxima` are of whole scores.
 INLINE void store_team(const Arguments& a, const Request& request, int head, const WorkItem& item, int split,
                        int splits, int warp, const Lane& lane, TeamState& state, const float (&maxima)[OWN]) {
     const u32 totals = own_numbers(AT(results), 0, lane);
@@ -18,7 +18,7 @@ INLINE void store_team(const Arguments& a, const Request& request, int head, con
     for_each<OWN>([&](auto c) {
         for_each<3>([&](auto i) { state.total[c.value] += shuffle_xor(state.total[c.value], 4 << i.value); });
     });
-    sync_block();  // all warps have done with the tiles that were here
+    sync_block();  // all warps have finished with the tiles that were here
     for_each<OWN>([&](auto c) {
         if (lane.row == 0)
             store_shared(totals + 4 * COLUMNS * warp + c.value / 2 * 32 + c.value % 2 * 4,
@@ -62,8 +62,8 @@ INLINE void store_team(const Arguments& a, const Request& request, int head, con
     if constexpr (IS_FINAL) end_block(a, request, head, item, is_alone, warp, lane, weights, combined);
 }
 
-// The tiles of a block are numbered, those of the ring first. A tile of the team has one of the ring for each of
-// RING_WARPS warps, or TILE_BLOCKS micro-blocks for each warp.
+// The tiles of a block are numbered, the ring's first. A tile of the team has a ring tile for each of RING_WARPS warps,
+// or TILE_BLOCKS micro-blocks for each warp.
 struct TeamTiles {
     const Request& request;
     const Ring& ring;
@@ -94,7 +94,7 @@ struct TeamTiles {
     }
 };
 
-// Makes the warp's maxima those of scores of a tile of pages.
+// Converts the warp's maxima to scores of a tile of pages.
 INLINE void rebase_maxima(const Arguments& a, TeamState& state, int warp, const Lane& lane, int tile) {
     if constexpr (!HAS_BIAS || !TILES_A_BLOCK) return;
     const u32 old = Biases::element(a, state.bias_tile), now = Biases::element(a, tile);
@@ -150,7 +150,8 @@ INLINE void attend(const Arguments& a) {
     u32 target = shared + AT(team.weights), other_target = target + WEIGHT_BYTES;
     bool moves = true;  // the maxima, before the next weights
     u32 last_stage = stages.stage, last_barrier = stages.barrier;  // of the tile before
-    // Copies to the stage of the tile before. `done`: of this warp's loads from it; the block has met since.
+    // Copies to the stage of the tile before. `done`: this warp's loads from it have ended; a barrier of the block
+    // followed.
     auto refill = [&](LoadsDone done, int number, const u32 (&blocks)[TILE_BLOCKS]) {
         if (number > 0) tiles.copy(done, number - 1 + STAGES, warp, blocks, last_stage, last_barrier, lane);
         last_stage = stages.stage, last_barrier = stages.barrier;
@@ -196,7 +197,7 @@ INLINE void attend(const Arguments& a) {
     sync_block();
     const int masked_from = request.page_limit(request.limit(0)), last = range.low + range.count;
     const Tables tables((u32)(request.seq_len >> 31));
-    // Computes the weights of a tile. Of the tile before, products with V end in the meantime.
+    // Computes the weights of a tile. Meanwhile the previous tile's products with V end.
     auto weigh = [&](int number) {
         const LoadsDone done = LastLoad(last_stage).wait();
         const u32 own = stages.stage + warp * TILE_BYTES;

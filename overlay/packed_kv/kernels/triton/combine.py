@@ -1,7 +1,7 @@
 """Attention over some keys and over further ones, combined by their log-sum-exps (as in FlashDecoding).
 
-An attention sink is one more key without a value, so it only makes the result smaller (`SinksLaunch`). Where ranks have
-shares of the keys, each weighs its result before all are added (`WeighByLseLaunch`).
+An attention sink is one more key without a value, so it only makes the result smaller (`SinksLaunch`). Where ranks
+split the keys, each rank weighs its result before the sum over ranks (`WeighByLseLaunch`).
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ SHARE_ELEMENTS = 8192
 
 
 class OutputConstants(NamedTuple):
-    """Query heads of an output and their channels, and both padded to powers of 2; `padded_heads` may be a share."""
+    """Query heads of an output and their channels, and both padded to powers of 2; `padded_heads` may cover only some
+    of the heads."""
 
     heads: int
     padded_heads: int
@@ -29,7 +30,7 @@ class OutputConstants(NamedTuple):
 
 
 class PartConstants(NamedTuple):
-    """Channels of a head of the part, and whether all rows have one."""
+    """Channels of a head of the part, and whether all rows have a part."""
 
     dim: int
     are_all: bool
@@ -81,8 +82,8 @@ def _constants(output: torch.Tensor) -> OutputConstants:
 
 
 class CombineLaunch(Launch):
-    """Adds the attention over further keys to that over some, for outputs of the dtype and strides of `output` and
-    parts [tokens, query heads, part_dim]. `are_all`: whether all rows have a part."""
+    """Adds attention over further keys to a given attention, for outputs of the dtype and strides of `output` and parts
+    [tokens, query heads, part_dim]. `are_all`: whether all rows have a part."""
 
     def __init__(self, output: torch.Tensor, part_dim: int, *, are_all: bool = True) -> None:
         constants = dict(OUTPUT=_constants(output), PART=PartConstants(part_dim, are_all))
@@ -97,11 +98,11 @@ class CombineLaunch(Launch):
         Args:
             output: [tokens, query heads, head_dim]; each row has seen a key.
             lse: fp32 [query heads, tokens], unit stride over tokens: natural log-sum-exp of the scores.
-            part: [tokens, query heads, head_dim or more], contiguous; channels beyond the output's are not looked at.
+            part: [tokens, query heads, head_dim or more], contiguous; channels beyond the output's are not read.
             part_lse: fp32 [query heads, tokens] of any strides; infinite (of either sign) where a row saw
                 none of the further keys.
-            has_part: int32 [tokens], 0 where a row has no part: then it stays as it is, whatever is there; negative
-                where it is padding: then `output` becomes 0. None: all rows have a part; as the constructor was told.
+            has_part: int32 [tokens], 0 where a row has no part and stays unchanged; negative where it is padding and
+                `output` becomes 0. None: all rows have a part, as given to the constructor.
         """
         assert lse.stride(1) == 1 and part.is_contiguous(), (lse.stride(), part.stride())
         assert self.constants["PART"].are_all == (has_part is None)
@@ -127,8 +128,8 @@ def _sinks_kernel(
 
 
 class SinksLaunch(Launch):
-    """Lets attention over all keys share its weights with the heads' `sinks`, whose numbers are the logarithms of their
-    weights; for outputs of the dtype and strides of `output`."""
+    """Lets attention over all keys share its weights with the heads' `sinks`, which are logarithms of weights; for
+    outputs of the dtype and strides of `output`."""
 
     def __init__(self, output: torch.Tensor, sinks: torch.Tensor) -> None:
         assert sinks.is_contiguous(), sinks.stride()
@@ -171,8 +172,8 @@ def _share_kernel(output, lse, rank_lse, RANK: tl.constexpr, RANKS: tl.constexpr
 
 
 class WeighByLseLaunch(Launch):
-    """Weighs the attention of rank `rank` of `ranks` over its share of the keys, so that the ranks' sum is that over
-    all keys; for outputs of the dtype and heads of `output`."""
+    """Weighs the attention of rank `rank` of `ranks` over its share of the keys, so that the sum over ranks is
+    attention over all keys; for outputs of the dtype and heads of `output`."""
 
     def __init__(self, output: torch.Tensor, ranks: int, rank: int) -> None:
         whole = _constants(output)
@@ -183,7 +184,7 @@ class WeighByLseLaunch(Launch):
         super().__init__(_share_kernel, Arguments(), constants, num_warps=4)
 
     def weigh(self, output: torch.Tensor, rank_lse: torch.Tensor) -> torch.Tensor:
-        """Change `output` in place, contiguous; it is not looked at where a row saw no key.
+        """Change `output` in place, contiguous; rows that saw no key are not read.
 
         Args:
             output: [tokens, query heads, head_dim].

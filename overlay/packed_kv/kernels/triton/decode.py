@@ -1,9 +1,8 @@
 """Split-KV decode attention over packed pages: the block table is walked, codes are decoded in registers.
 
-One warp serves one (request, KV head, split) for a tile of 8, 16 or 32 columns: the query heads of the KV head, and of
-its few query tokens, with K and V as the left operands. Up to 32 columns, each packed byte is read once. Partial
-results of the splits are combined, and V's rotation undone, by `merge.py`. The reference is
-`reference/attention.attend`.
+One warp serves one (request, KV head, split) for a tile of 8, 16 or 32 columns: query heads of the KV head times query
+tokens. K and V are the left operands. Up to 32 columns, each packed byte is read once. Partial results of the splits
+are combined, and V's rotation undone, by `merge.py`. The reference is `reference/attention.attend`.
 """
 
 from __future__ import annotations
@@ -52,9 +51,10 @@ OUTPUTS = 8 * 128
 """Columns times channels of a tile that fits `MAX_REGISTERS`."""
 TILE_TOKENS = 32
 COLUMNS = 8, 16, 32
-"""Columns of a tile. 8 are the right operand of `mma.m16n8k16`; wider tiles unpack once for several of these."""
+"""Columns of a tile. 8 columns are the right operand of `mma.m16n8k16`; wider tiles unpack once for several
+operands."""
 WIDE_HEAD_DIM = 128
-"""Most channels of a head with tiles of more than 8 columns: above, they would not fit the registers."""
+"""Most channels of a head with tiles of more than 8 columns; more would not fit the registers."""
 _MASKED = tl.constexpr(-1.0e30)
 
 
@@ -113,9 +113,9 @@ def _decode_kernel(
 
     Args:
         query: fp16 [tokens, kv_heads, group, head_dim], contiguous, rotated and in powers of 2.
-        query_bias: fp32 [tokens, kv_heads * group, biases], contiguous, what scores lack: at position 0, beyond block
-            0's, then in each block of `tiles_a_block` tiles (0: all are in the one block). Not read where `mean_blocks`
-            is 0: scores lack nothing. A column behind these gets the score of token 0.
+        query_bias: fp32 [tokens, kv_heads * group, biases], contiguous, what scores lack: first the correction of
+            position 0 to block 0's bias, then the bias of each block of `tiles_a_block` tiles (0: there is one block).
+            Not read where `mean_blocks` is 0: scores lack nothing. A last column gets the score of token 0.
         block_table: int32 [requests, blocks], with `table_stride`.
         query_start, seq_lens: int32 [requests + 1] and [requests].
         partials: `Partials`, filled.
@@ -153,9 +153,9 @@ def _decode_kernel(
     if SLIDING_WINDOW > 0:
         first_visible = tl.maximum(0, seq_len - count - SLIDING_WINDOW + 1)
     first_tile = first_visible // 32
-    # Behind the tiles of pages come those of the ring, which has the last RECENT tokens that a query sees, from token
-    # `recent` on. All splits get as many tiles: were the ring a split of its own, programs that find no room in the
-    # first wave would begin when a ring is done, and the kernel would take longer by as much.
+    # The ring's tiles follow the pages' tiles. The ring has the last RECENT tokens that a query sees, from token
+    # `recent` on. All splits get equally many tiles: were the ring a split of its own, programs beyond the first wave
+    # would begin only after a ring split, and the kernel would take longer by that time.
     recent = seq_len
     if RING_BLOCK > 0:
         recent = tl.maximum(tl.load(ring_first + request), first_visible)
@@ -166,12 +166,13 @@ def _decode_kernel(
     outputs = ()
     for _ in tl.static_range(GROUPS):
         outputs = outputs + (tl.zeros([32, TILE_COLUMNS], tl.float32),)
-    # Of the tiles of a block of positions, less what their scores lack: adding that to each score takes registers.
+    # Maxima of the tiles of a block of positions, less the bias that their scores lack: adding it to each score would
+    # take registers.
     maximum = tl.full([TILE_COLUMNS], _MASKED, tl.float32)
     total = tl.zeros([8, TILE_COLUMNS], tl.float32)  # of each lane's own tokens, so that no tile needs a sum over lanes
 
     lanes = tl.arange(0, 32)[:, None]
-    zero = tl.broadcast_to((lanes + seq_len) >> 31, [32, 2])  # which the compiler cannot tell; see `decode_codes`
+    zero = tl.broadcast_to((lanes + seq_len) >> 31, [32, 2])  # unknown to the compiler; see `decode_codes`
     last_micro_block = (seq_len - 1) // 16
     table = block_table + request.to(tl.int64) * table_stride
     cache_head = layer.cache.to(tl.pointer_type(tl.int32)) + head.to(tl.int64) * layer.head_stride
@@ -199,8 +200,8 @@ def _decode_kernel(
             if TILES_A_BLOCK > 0 and not HAS_SOFT_CAP and tile % TILES_A_BLOCK == 0:
                 own = tile // TILES_A_BLOCK  # no harm before the first tile: what is masked stays so
                 maximum -= bias_increase(query_bias, own, first_row, count, COLUMNS)
-            # The next tile's K is under way while this one's V is used, its V while its own K is: each word's
-            # registers are free again when its successor is asked for.
+            # The next tile's K is loaded while this tile's V is used, and a tile's V while its K is used: a word's
+            # registers are free again when its successor is loaded.
             key_words, key_scale_words = load_key(base0, base1, lanes, LAYOUT)
             # Scores are in units of their own up to the subtraction of the maximum: fused with it, the multiplication
             # is free.
@@ -209,8 +210,8 @@ def _decode_kernel(
                 cap = layer.soft_cap
                 scores = cap * (1 - 2 / (tl.exp2(scores * (INVERSE_SCORE_UNIT * 2 * _LOG2_E / cap)) + 1))
 
-            # Only the tiles at the ends hold tokens that some query does not see, or bytes that may be anything:
-            # there a scale of 0 makes them 0, not NaN. And only tile 0 holds a key with a mean of its own.
+            # Only the tiles at the ends hold tokens that some query does not see, or undefined bytes: a scale of 0
+            # makes these 0, not NaN. Only tile 0 holds a key with a mean of its own.
             at_end = tile * 32 + 32 > _page_limit(seq_len - count + 1, recent, RING_BLOCK, RECENT)
             if SLIDING_WINDOW > 0:
                 at_end = at_end | (tile * 32 < seq_len - SLIDING_WINDOW)
@@ -262,7 +263,7 @@ def _decode_kernel(
     output_unit: tl.constexpr = RING_UNIT if RING_BLOCK > 0 else 1.0
     outputs = _in_unit(outputs, output_unit, LAYOUT)
     if RING_BLOCK > 0:
-        # Recomputed: as few registers as can be are taken while the loop runs.
+        # Recomputed, so that the loop takes as few registers as possible.
         ring_low, ring_high, page_tiles = _split_tiles(
             hide_from_optimizer(tl.program_id(0)), splits, seq_len, recent, first_visible // 32, RING_BLOCK, RECENT
         )
@@ -287,7 +288,8 @@ def _decode_kernel(
 
 @triton.jit
 def _split_tiles(split, splits, seq_len, recent, first_tile, RING_BLOCK: tl.constexpr, RECENT: tl.constexpr):
-    """Return (low, high, page_tiles): the split attends to tiles low .. high - 1, the pages' before the ring's."""
+    """Return (low, high, page_tiles): the split attends to tiles low .. high - 1; pages' tiles are numbered before the
+    ring's."""
     page_tiles = tl.cdiv(_page_limit(seq_len, recent, RING_BLOCK, RECENT), 32) - first_tile
     tiles = page_tiles
     if RING_BLOCK > 0:
@@ -308,7 +310,8 @@ def _in_unit(outputs, UNIT: tl.constexpr, LAYOUT: tl.constexpr):
 
 @triton.jit
 def _in_score_unit(queries, LAYOUT: tl.constexpr):
-    """Queries whose scores over all groups have one unit: times powers of 2, 1 where all groups have the same bits."""
+    """Scale queries by powers of 2 so that scores over all groups have one unit; by 1 where all groups have the same
+    bits."""
     result = ()
     SCORE_UNIT: tl.constexpr = LAYOUT.score_unit
     for g in tl.static_range(len(LAYOUT.key_vector.groups)):
@@ -320,7 +323,7 @@ def _in_score_unit(queries, LAYOUT: tl.constexpr):
 def _store_partial(
     partial_output, partial_stats, outputs, maximum, total, slot, rows, valid, unit, GROUPS: tl.constexpr
 ):  # fmt: skip
-    """Write the columns' sums, outputs times `unit`, at `slot` and `rows` [columns] behind it."""
+    """Write the columns' sums and outputs, these times `unit`, at `slot` plus `rows` [columns]."""
     channels = tl.arange(0, 32)
     partial_output += slot * (32 * GROUPS)
     partial_stats += slot * 2
@@ -344,14 +347,14 @@ def _load_queries(query, rows, valid, GROUPS: tl.constexpr):
 
 @triton.constexpr_function
 def min_window(recent, window):
-    """Tokens that a query sees in the ring: not those before its sliding window (0: none)."""
+    """Tokens that a query sees in the ring, without tokens before its sliding window (0: no window)."""
     return min(recent, window) if window else recent
 
 
 @triton.jit
 def _page_limit(limit, recent, RING_BLOCK: tl.constexpr, RECENT: tl.constexpr):
-    """End of the tokens that a query reads from pages, of those below `limit` that it sees; the rest it reads from the
-    ring, which has none below `recent`."""
+    """End of the tokens that a query reads from pages, if it sees the tokens below `limit`. It reads the rest from the
+    ring, which begins at `recent`."""
     if RING_BLOCK > 0:
         limit = tl.minimum(limit, tl.maximum(limit - RECENT, recent))
     return limit
@@ -375,7 +378,7 @@ def _tile_bases(
 def most_registers(page: PageLayout, generation: Generation, *, has_bias: bool) -> int:
     """Return the registers of a thread for tiles of 8 columns, so that the loop over pages does not spill.
 
-    From sm_100 on ptxas takes more than before: there, biases beside sign words of several groups do not fit 128.
+    From sm_100 on ptxas needs more registers: there, biases together with sign words of several groups do not fit 128.
     """
     signed = max(vector.signed_groups for vector in page.vectors)
     return ROOMY_REGISTERS if generation.capability >= (10, 0) and has_bias and signed > 1 else MAX_REGISTERS
@@ -399,24 +402,24 @@ class DecodeShape:
     max_registers: int = MAX_REGISTERS
 
     def tiles(self, max_query_len: int) -> tuple[int, int]:
-        """Columns of a tile and tiles of a KV head, for requests with at most so many query tokens."""
+        """Columns of a tile and tiles of a KV head, for requests with at most `max_query_len` query tokens."""
         columns = self.group * max_query_len
         known = COLUMNS if self.head_dim <= WIDE_HEAD_DIM else COLUMNS[:1]
         tile = next((count for count in known if count >= columns), known[-1])
         return tile, -(-columns // tile)
 
     def is_wide(self, columns: int) -> bool:
-        """True if tiles of so many columns take `WIDE_REGISTERS`."""
+        """True if tiles of this many columns take `WIDE_REGISTERS`."""
         return columns > COLUMNS[0] and columns * self.head_dim > OUTPUTS
 
     def register_limit(self, columns: int) -> int | None:
-        """Registers that a thread may take with tiles of so many columns; None: as many as there are."""
+        """Limit of registers per thread with tiles of this many columns; None: no limit."""
         if self.is_wide(columns):
             return WIDE_REGISTERS
         return self.max_registers if self.head_dim <= WIDE_HEAD_DIM else None
 
     def programs(self, columns: int, generation: Generation) -> int:
-        """Programs with tiles of so many columns that an SM holds at once, of one warp each."""
+        """Programs with tiles of this many columns that an SM holds at once; a program is one warp."""
         queries = 2 * columns * self.head_dim  # bytes of shared memory: fp16
         return generation.resident_blocks(self.register_limit(columns) or WIDE_REGISTERS, queries)
 

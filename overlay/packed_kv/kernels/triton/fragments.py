@@ -1,20 +1,20 @@
 """Micro-blocks from memory to tensor-core fragments, in Triton.
 
 A warp loads the words of 2 micro-blocks (32 tokens of one head) as tensors [32 lanes, 2]: lane i of the tensor is
-lane i of the warp, so every step here happens in registers, and the fp16 tensors that come out lie as `mma.m16n8k16`
-wants its left operand. No layout conversion, no shared memory (tests/kernels/test_compile.py looks at the SASS).
+lane i of the warp, so every step here happens in registers, and the resulting fp16 tensors have the layout of
+`mma.m16n8k16`'s left operand. No layout conversion, no shared memory (tests/kernels/test_compile.py looks at the SASS).
 
 The 16 codes of a lane and group:
 
-    5 bits   2 code words, half of   a magnitude is a byte, an index above a half that all have; signs above
+    5 bits   2 code words, a magnitude is a byte: an index above a half that all share; signs above
              a word of signs
     4 bits   2 code words            a look-up (`prmt`) of 8 bytes in 2 registers, 4 codes at a time; signs above
     3 bits   a code word, half of    the same with signs among the 8 bytes, 2 codes at a time with a zero byte each
              a word of signs
     2 bits   a code word             sign and magnitude are bits of the fp16 (`lop3`)
 
-Nothing is converted: `units.py` says why. Scales are not applied here: K's go to the scores, V's to the weights, which
-are fewer.
+Nothing is converted: `units.py` says why. Scales are not applied here: K's scales go to the scores and V's to the
+weights, as these are fewer.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from .. import units
 
 IS_INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 """True under Triton's interpreter, which has no inline assembly: plain Triton computes the same values there. Read at
-import, as `triton.jit` reads it when it decorates; a process cannot have both."""
+import, when `triton.jit` decorates functions; a process cannot have both."""
 _SIGN_WORD_SHIFT, _SIGN_PARITY_SHIFT = tl.constexpr(SIGN_WORD_SHIFT), tl.constexpr(SIGN_PARITY_SHIFT)
 
 
@@ -39,17 +39,18 @@ def _hex(bytes_: list[int]) -> str:
 
 
 # Assembly for the 16 codes of a lane and group. $0 .. $7: the fp16 pairs. $8, $9: constants in registers. From $10 on:
-# the code words, and behind these the sign word of a width that has one.
+# the code words, and then the sign word, if the width has one.
 # An ALU instruction takes 1.91 cycles of a scheduler on Hopper, an fp16 addition, which another pipe does, 1.04: so the
 # upper half of t moves down as -0 is added to it (it is no NaN: its top bits are a 0 and a magnitude below 8, or a code
 # below 8 and a 1 with a 0 behind it).
 _UPPER_HALF = "mov.b32 {l, u}, t; mov.b32 t, {u, u}; add.rn.f16x2 t, t, z;"
-# A byte of m and above it the same byte of s, a sign in its top bit: half an instruction a code.
+# A byte of m, with the same byte of s above it, a sign in its top bit: half an instruction per code.
 _PAIRS = "prmt.b32 ${0}, m, s, 0x5140; prmt.b32 ${1}, m, s, 0x7362;"
 
 
 def _five_bits(parity: int) -> str:
-    """m: 4 bytes of magnitudes, $8 the lower half that all have. Codes 0, 1, 4 and 5 are in nibbles 0, 2, 4 and 6."""
+    """m: 4 bytes of magnitudes; $8: the lower half, which all share. Codes 0, 1, 4 and 5 are in nibbles 0, 2, 4 and
+    6."""
     halves = ""
     for half, word in enumerate(("$10", "$11")):
         left = 2 * parity + half
@@ -89,7 +90,7 @@ def _three_bits(parity: int) -> str:
 
 
 def _two_bits() -> str:
-    """A shift to the left and a mask leave sign and magnitude bit of a pair, $8 has the bits that all have."""
+    """A shift to the left and a mask leave sign and magnitude bit of a pair; $8 has the bits that all share."""
     mask = f"0x{units.twice(units.MASK_2):08x}"
     signs = CODES[2].sign_shift
     pairs = (f"shl.b32 t, $10, {15 - s}; lop3.b32 ${i}, t, {mask}, $8, 0xea;" for i, s in enumerate(signs[::2]))
@@ -97,7 +98,7 @@ def _two_bits() -> str:
 
 
 class Decoder(NamedTuple):
-    """Assembly that decodes the words of a width: `assembly` for groups of either parity in their sign words, and its
+    """Assembly that decodes the words of a width: `assembly`, one for each parity of a group in its sign word, and its
     `constants` $8 and $9, below 2^31."""
 
     assembly: tuple[str, str]
@@ -166,13 +167,13 @@ def load_words(pointer0, pointer1, count: tl.constexpr):
 
 @triton.jit
 def as_key(codes):
-    """Arrange values that lie as `decode_codes` returns them as [32 tokens, 32 channels]."""
+    """Rearrange values in `decode_codes`' order as [32 tokens, 32 channels]."""
     return tl.reshape(tl.permute(codes, (2, 3, 0, 4, 5, 1, 6)), [32, 32])
 
 
 @triton.jit
 def as_value(codes):
-    """Arrange values that lie as `decode_codes` returns them as [32 channels, 32 tokens]."""
+    """Rearrange values in `decode_codes`' order as [32 channels, 32 tokens]."""
     return tl.reshape(tl.permute(codes, (3, 4, 0, 2, 5, 1, 6)), [32, 32])
 
 
@@ -194,7 +195,7 @@ def decode_codes(words, zero, group: tl.constexpr, VECTOR: tl.constexpr):
 
     Args:
         words: of the lane, a tuple of int32 [32, 2].
-        zero: int32 [32, 2], all 0, which the compiler cannot tell: it keeps the assembly's constants in registers.
+        zero: int32 [32, 2], all 0, unknown to the compiler: it keeps the assembly's constants in registers.
         group: number of the group.
         VECTOR: `PackedVector`.
 
@@ -253,7 +254,7 @@ def halves(pairs):
 
 @triton.jit
 def _decode_portable(words, CODE: tl.constexpr, parity: tl.constexpr):
-    """Words of `decode_codes` -> fp16 [32, 2, 16]."""
+    """Decode words as `decode_codes` does -> fp16 [32, 2, 16]."""
     codes = tl.arange(0, 16)[None, None, :]
     word = words[0][:, :, None]
     for i in tl.static_range(1, CODE.code_words):
@@ -285,14 +286,16 @@ def _positions(codes, POSITIONS: tl.constexpr):
 def _in_registers(zero, bits: tl.constexpr):
     """Constants of the assembly, plus a `zero` that the compiler does not know to be one.
 
-    So they stay in registers. Else ptxas moves them there again for every `prmt` and `lop3`, which take one constant.
+    This keeps them in registers. Otherwise ptxas would move them there for every `prmt` and `lop3`, which take one
+    constant.
     """
     return zero + _constant(bits, 0), zero + _constant(bits, 1)
 
 
 @triton.jit
 def hide_from_optimizer(x):
-    """An int32 `x`, unknown to be that: what comes of it is computed where it is needed, not early and kept."""
+    """Return an int32 `x` as a value unknown to the compiler: dependent values are computed where they are needed, not
+    early and kept."""
     if not IS_INTERPRETED:
         x = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=tl.int32, is_pure=False, pack=1)
     return x
@@ -300,5 +303,5 @@ def hide_from_optimizer(x):
 
 @triton.jit
 def to_tf32(x):
-    """fp32 rounded to what a tensor core reads of it, which else it truncates."""
+    """fp32 rounded to tf32, which a tensor core would otherwise get by truncation."""
     return ((x.to(tl.int32, bitcast=True) + 0x1000) & -0x2000).to(tl.float32, bitcast=True)

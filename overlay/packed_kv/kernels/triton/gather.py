@@ -1,8 +1,9 @@
 """Gather kernel: micro-blocks of packed pages, wherever they lie, as plain K and V side by side.
 
-What vLLM's FlashAttention reads when a prompt continues: a long prefix is dequantised once for all queries of a chunk
-(the decode kernel would do it again for every few of them). The reference is `PagedCodec.read`; then `UnrotateLaunch`
-turns the vectors back in place, so that they meet the raw K and V of the chunk's own tokens in one basis.
+vLLM's FlashAttention reads them when a prompt continues: a long prefix is dequantised once for all queries of a chunk
+(the decode kernel would dequantise it again for every few queries). The reference is `PagedCodec.read`; then
+`UnrotateLaunch` turns the vectors back in place, so that they have the same basis as the raw K and V of the chunk's own
+tokens.
 """
 
 from __future__ import annotations
@@ -78,7 +79,7 @@ def _gather_kernel(
 
 @triton.jit
 def _scaled(values, scales, factor: tl.constexpr):
-    """Exact for K, as a decoded value has 8 bits (docs/formats.md); of V, `factor` has the gain."""
+    """Exact for K, as a decoded value has 8 bits (docs/formats.md); for V, `factor` includes the gain."""
     return (values.to(tl.float32) * (scales.to(tl.float32) * factor)).to(tl.float16)
 
 
@@ -102,7 +103,7 @@ def _value_scales(word):
 
 class GatherLaunch(Launch):
     """Dequantises micro-blocks of a layer's `cache`, still rotated: the values of `PagedCodec.read` as fp16, which
-    holds those of K exactly. Called without tensors."""
+    holds K's values exactly. Called without tensors."""
 
     def __init__(self, page: PageLayout, cache: torch.Tensor, kv_heads: int) -> None:
         check_pages(cache)
@@ -125,8 +126,8 @@ class GatherLaunch(Launch):
 
 
 class UnrotateConstants(NamedTuple):
-    """Constants that `_unrotate_kernel` is compiled for: KV heads; channels of a head, and of it padded to a power of
-    2; rows of a program; the means' blocks of positions, 0: there are none; and positions of a block."""
+    """Constants that `_unrotate_kernel` is compiled for: KV heads; channels of a head, and the same padded to a power
+    of 2; rows of a program; the means' blocks of positions (0: there are none); and positions of a block."""
 
     kv_heads: int
     head_dim: int

@@ -1,8 +1,8 @@
 """Split-KV decode of latent attention over packed pages: rows (heads times query tokens) attend to latents as stored.
 
-A tile of tokens is unpacked for the scores, and again for the sums: that takes fewer registers than to keep it. Any
-rank, any card from sm_80 on; where it serves, `kernels/cuda` has a faster one. `reference/latent_attention.attend` is
-the reference.
+A tile of tokens is unpacked for the scores, and again for the sums: that takes fewer registers than keeping it. It
+serves any rank, and any card from sm_80 on; where `kernels/cuda` serves, it is faster.
+`reference/latent_attention.attend` is the reference.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ MAX_ROWS = 32
 """Most rows of a program. 16 at least: the left operand of `mma.m16n8k16`."""
 MAX_SPLITS = 128
 SHARED_BYTES = {16: 42 << 10, 32: 60 << 10}
-"""Shared memory of a program by its rows, at most, for latents of 512 channels with 64 of RoPE."""
+"""Upper bound of a program's shared memory, by its rows, for latents of 512 channels with 64 RoPE channels."""
 REGISTERS = 255
 """Registers of a thread, at most."""
 MERGED_CHANNELS = 64
@@ -41,8 +41,8 @@ _LOG2_E = tl.constexpr(LOG2_E)
 
 @dataclass(frozen=True)
 class LatentShape:
-    """Shape that, with the page, decides the variant of the kernel: `heads` of this rank, `rows` of a program, `scale`
-    of the scores."""
+    """Shape that decides the variant of the kernel together with the page: `heads` of this rank, `rows` of a program,
+    `scale` of the scores."""
 
     heads: int
     rows: int
@@ -182,8 +182,8 @@ def programs(shape: LatentShape, generation: Generation) -> int:
 
 
 def split_count(requests: int, tiles_of_rows: int, resident: int) -> int:
-    """Splits of each request: a wave of programs, of which the card holds `resident` at once. It knows no sequence
-    length, so that a CUDA graph can hold it."""
+    """Splits of each request, for one wave of programs; the card holds `resident` programs at once. It depends on no
+    sequence length, so that a CUDA graph can hold it."""
     return max(1, min(MAX_SPLITS, resident // (requests * tiles_of_rows)))
 
 
@@ -192,7 +192,7 @@ def row_tiles(shape: LatentShape, max_query_len: int) -> int:
 
 
 def groups_at_a_time(rank: int) -> int:
-    """Return the groups of 32 of a latent's channels that a product takes: as many as divide all, up to 4."""
+    """Return how many of a latent's groups of 32 channels a product takes: up to 4, a divisor of their number."""
     groups = rank // 32
     return min(4, groups & -groups)
 

@@ -1,6 +1,6 @@
 """Gather kernel of latent attention: tokens of packed pages as rows of latents, as stored, and RoPE channels.
 
-What vLLM's prefill attends to when a prompt continues: each row times the folded weights is K and V (`fold.py`). The
+vLLM's prefill attends to them when a prompt continues: each row times the folded weights is K and V (`fold.py`). The
 reference is `LatentCodec.read`.
 """
 

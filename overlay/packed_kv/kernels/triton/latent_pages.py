@@ -15,11 +15,11 @@ from .fragments import IS_INTERPRETED, decode_words, join_pairs
 from .ring import key_pairs, ring_step_size
 
 LATENT_UNIT = tl.constexpr(2.0**-7)
-"""The number to which a latent's value of 1 is decoded: so its products of magnitude and scale are exact in fp16 for
+"""The number that a latent's value of 1 is decoded to. With it, products of magnitude and scale are exact in fp16 for
 scales from 2^-7 on."""
 _MAX_SCALE_BYTE = tl.constexpr(0xA7)
-"""The largest scale below 64, which is the most that `LATENT_UNIT` leaves room for: a larger scale, and what padding
-holds, count as it. A latent behind its RMS norm has none (docs/formats.md)."""
+"""The largest scale below 64, the most that `LATENT_UNIT` leaves room for. Larger scales, and bytes of padding, are cut
+to it. A latent behind its RMS norm has no larger scale (docs/formats.md)."""
 assert all(code.unit <= 2.0**-11 for code in CODES.values())
 
 
@@ -28,7 +28,8 @@ def micro_block_pointers(
     cache, table, first, last, block_stride, MICRO_BLOCKS: tl.constexpr, MICRO_BLOCKS_A_BLOCK: tl.constexpr,
     MICRO_BLOCK_WORDS: tl.constexpr,
 ):  # fmt: skip
-    """Pointers to a request's micro-blocks `first` and on, in int32 words, [MICRO_BLOCKS, 1]; behind the `last`, to it.
+    """Pointers to a request's micro-blocks `first` and on, in int32 words, [MICRO_BLOCKS, 1]; past the `last` one,
+    pointers repeat it.
 
     cache: pointer to int32; `block_stride` in such words. table: pointer to the request's row of the block table.
     """
@@ -69,7 +70,7 @@ def lane_of(LANES: tl.constexpr):
 def load_latents(pointers, LAYOUT: tl.constexpr, LANES: tl.constexpr = 32):
     """A lane's words of the latents: a tuple of int32 [MICRO_BLOCKS, 32], a half word as a sign word of parity 0.
 
-    LANES: that have words behind one pointer; 4 of latent rows, whose pointers are [MICRO_BLOCKS, 32].
+    LANES: lanes with words behind one pointer; 4 for latent rows, whose pointers are [MICRO_BLOCKS, 32].
     """
     lane = lane_of(LANES)
     at = pointers + LAYOUT.key_vector.words_at // 4
@@ -107,7 +108,7 @@ def load_scales(pointers, LAYOUT: tl.constexpr):
 def decode_groups(words, scales, zero, FIRST: tl.constexpr, COUNT: tl.constexpr, LAYOUT: tl.constexpr):
     """COUNT (1, 2 or 4) groups from number FIRST on, fp16 [tokens, 32 * COUNT], times LATENT_UNIT.
 
-    zero: int32 [MICRO_BLOCKS, 32], all 0, which the compiler cannot tell; see `decode_codes`.
+    zero: int32 [MICRO_BLOCKS, 32], all 0, unknown to the compiler; see `decode_codes`.
     """
     if COUNT == 1:
         values = decode_group(words, scales, zero, FIRST, LAYOUT)

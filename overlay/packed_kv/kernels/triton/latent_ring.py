@@ -1,4 +1,4 @@
-"""The ring of recent latents: which tokens decodes read there, attention over them, and what prompts gather.
+"""The ring of recent latents: the tokens that decodes read there, attention over them, and the gather for prompts.
 
 Attention over pages comes first, by whichever kernel, and leaves its output and lse; `attend_latent_ring` adds the
 tokens of the ring to it. A token has its latent and its RoPE channels in one vector of 8 bits (`layout.py`), which
@@ -63,7 +63,7 @@ def split_lens(
 
 @functools.cache
 def _bind_split_lens(window: int, device: torch.device) -> Launch:
-    """The kernel for this window; `device` keeps those of several devices apart."""
+    """The kernel for this window; `device` keeps kernels of several devices apart."""
     return Launch(_split_lens_kernel, Arguments(), dict(WINDOW=window, REQUESTS=REQUESTS_A_PROGRAM), num_warps=4)
 
 
@@ -85,7 +85,7 @@ def _load_groups(slots, scales, mask, at, COUNT: tl.constexpr):
 
 @triton.jit
 def _swap(x):
-    """[rows, channels] in the order of channels -> in that of their bytes, or the reverse."""
+    """Reorder [rows, channels] from the order of channels to the order of their bytes, or the reverse."""
     y = tl.reshape(x, [x.shape[0], x.shape[1] // 32, 4, 4, 2])
     return tl.reshape(tl.permute(y, (0, 1, 3, 2, 4)), x.shape)
 
@@ -103,7 +103,7 @@ class LatentRingLayer(NamedTuple):
     Attributes:
         ring: uint8 [blocks, 1, block, ring_slot_bytes], with `block_stride` (int32).
         latent, rope, output: `Strides` of queries, of their RoPE channels and of the output.
-        inverse_gain: fp32 [rank], what sums of the ring's latents are multiplied by.
+        inverse_gain: fp32 [rank], factors of sums of the ring's latents.
         constant: fp32 [rank], added to the result; read where `has_constant`.
         scale: fp32, of scores, times log2 e.
     """
@@ -143,7 +143,7 @@ def _attend_latent_ring_kernel(
     q_latent, q_rope, output, table, query_start, seq_lens, page_lens, part, lse, table_stride, layer,
     ATTEND: tl.constexpr,
 ):  # fmt: skip
-    """Attention of rows over a request's ring, added to that over its pages, for a chunk of groups of outputs.
+    """Attention of rows over a request's ring, added to the attention over its pages, for a chunk of groups of outputs.
 
     Grid: (tiles of rows, requests, chunks of groups); each program has all scores.
 
@@ -221,8 +221,8 @@ def _attend_latent_ring_kernel(
 
 
 class AttendLatentRingLaunch(Launch):
-    """Attends over a layer's `ring` and adds that to the attention over its pages. `inverse_gain`: 1 over V's gain.
-    `constant`: added to each result, or None. Called with queries and an output of the dtypes and strides of
+    """Attends over a layer's `ring`, and adds the result to the attention over its pages. `inverse_gain`: 1 over V's
+    gain. `constant`: added to each result, or None. Called with queries and an output of the dtypes and strides of
     `q_latent`, `q_rope` and `output`."""
 
     def __init__(
@@ -309,7 +309,7 @@ def _gather_latent_ring_kernel(
 
 
 class GatherLatentRingLaunch(Launch):
-    """Writes the tokens that a layer's ring has over those that `GatherLatentsLaunch` read from the pages. `as_values`:
+    """Overwrites the tokens that `GatherLatentsLaunch` read from the pages and that a layer's ring has. `as_values`:
     latents, without RoPE, are written for V, so times `inverse_gain`. Called with the rows to fill."""
 
     def __init__(self, codec: LatentCodec, ring: Ring, inverse_gain: torch.Tensor, *, as_values: bool) -> None:

@@ -1,4 +1,4 @@
-"""Gather kernel of sparse attention: picked tokens of latent rows, as rows of latents as stored and RoPE channels.
+"""Gather kernel of sparse attention: it reads picked tokens of latent rows as rows of stored latents and RoPE channels.
 
 A warp decodes 8 tokens at a time, as it decodes 16 of a micro-block: a lane has words of one token, whose two groups
 stand where a micro-block has two tokens (layout.py). The reference is `reference.sparse_latents.gather_tokens`.
@@ -19,7 +19,7 @@ from .launch import Arguments, Launch, StepLaunch
 from .ring import key_pairs, ring_step_size
 
 EIGHTS = 4
-"""Times 8 tokens of a tile: one per warp."""
+"""Runs of 8 tokens in a tile: one per warp."""
 TILE_TOKENS = EIGHTS * ROW_TOKENS
 _EIGHTS = tl.constexpr(EIGHTS)
 
@@ -38,9 +38,9 @@ def _gather_rows_kernel(
 
     Args:
         rows: fp16, bf16 or fp32 [count, rank + RoPE channels], contiguous; filled, with 0 where there is no token.
-        positions: int32 [count], contiguous, of tokens in their requests, negative: none; count: int32.
+        positions: int32 [count], contiguous, positions of tokens in their requests (negative: no token); count: int32.
         block_table: int32 [requests, columns], with `table_stride`; columns: int32.
-        requests: int32 [count / A_REQUEST], row of the block table of A_REQUEST positions.
+        requests: int32 [count / A_REQUEST], row of the block table for A_REQUEST neighbouring positions.
         cache: uint8 [blocks, BLOCK_SIZE, row bytes]; `block_stride` in int32 words.
         ROW: `LatentRowLayout`.
     """
@@ -77,7 +77,7 @@ def _row_pointers(
     positions, index, count, block_table, requests, table_stride, columns, cache, block_stride,
     A_REQUEST: tl.constexpr, BLOCK_SIZE: tl.constexpr, ROW_WORDS: tl.constexpr,
 ):  # fmt: skip
-    """Offsets of tokens' rows in words, int64 [tokens], and whether there is a token; else the offset is of row 0."""
+    """Offsets of tokens' rows in words, int64 [tokens], and whether there is a token; if not, the offset is row 0's."""
     position = tl.load(positions + index, mask=index < count, other=-1)
     there = (position >= 0) & (position < columns * BLOCK_SIZE)
     position = tl.where(there, position, 0)

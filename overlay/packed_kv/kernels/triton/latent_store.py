@@ -29,11 +29,12 @@ ROPE_CHANNELS = 256
 """RoPE channels that a program writes."""
 _ROPE_CHANNELS = tl.constexpr(ROPE_CHANNELS)
 SPLIT_TOKENS = 256
-"""Most tokens of a launch in which two programs share a vector: up to here an SM has at most 4 of their warps."""
+"""Most tokens of a launch in which two programs share a vector: up to this number an SM has at most 4 of their
+warps."""
 
 
 class StoreLatentsLaunch(Launch):
-    """Stores a layer's latents and RoPE channels in the pages of `cache` and, with `ring`, there too, in one launch,
+    """Stores a layer's latents and RoPE channels in the pages of `cache` and, if given, in the `ring`, in one launch,
     with no host sync: `LatentCodec.write` or `LatentRowCodec.write`, and `write_ring`. `only_ring`: leave the pages
     alone.
 
@@ -83,7 +84,7 @@ class StoreLatentsLaunch(Launch):
 
     @staticmethod
     def step(codec: LatentCodec, slots: torch.Tensor, ring_slots: torch.Tensor | None = None) -> StepLaunch:
-        """`ring_slots`: where the first so many tokens go in the ring."""
+        """`ring_slots`: slots in the ring of the first tokens."""
         tokens, layout = len(slots), kernel_layout(codec.layout)
         if ring_slots is None:
             ring_slots = slots[:0]
@@ -96,12 +97,12 @@ class StoreLatentsLaunch(Launch):
 
 
 def parts_of(layout: KernelLayout) -> int:
-    """Parts of the rows of a program, one for every 8: as many programs can share them."""
+    """Parts of a program's rows, one for every 8 rows; up to this many programs can share the rows."""
     return rows_of(layout) // 8
 
 
 def split_of(layout: KernelLayout, tokens: int) -> int:
-    """Programs that share the same rows: all that can, where tokens are so few that warps of the card idle."""
+    """Programs that share the same rows: the most possible where tokens are so few that warps of the card idle."""
     return parts_of(layout) if tokens <= SPLIT_TOKENS else 1
 
 
@@ -123,7 +124,7 @@ def store_latents_kernel(
         ring_slots_ptr: int32 [ring_tokens], likewise; ring_tokens: int32.
         split: int32, programs that share rows of latents, 1 or `StoreConstants.parts`; see `store_section`.
         layer: `StoreLayer`. STORE: `StoreConstants`.
-        ROPE: `RopeLayout`; of pages with latent rows, the one of a row.
+        ROPE: `RopeLayout`; for pages with latent rows, the layout in a row.
     """
     LAYOUT: tl.constexpr = STORE.layout
     ROWS: tl.constexpr = STORE.rows

@@ -2,8 +2,8 @@
 
 `kernel[grid](...)` looks at every argument each time to find the variant that was compiled for it: 16 to 42 us on the
 host of an H200, of which the launch itself is 5 to 7. A step that mixes prompts with decodes is not in a CUDA graph,
-and has four to ten launches in each layer. So what is the same in all calls is bound once, what is the same for all
-layers of a step is made once a step (`Arguments`), and only addresses change with each call.
+and has four to ten launches in each layer. So arguments that are the same in all calls are bound once, arguments that
+all layers of a step share are made once a step (`Arguments`), and only addresses change with each call.
 """
 
 from __future__ import annotations
@@ -25,19 +25,21 @@ from ..precompile import current, wait_for
 Bound = TypeVar("Bound")
 logger = logging.getLogger("vllm.packed_kv")
 MANY = 1000
-"""Bindings of one launch of a layer that get a line in the log: profiling, sleep and other caches take a few."""
+"""Number of bindings of a layer's launch from which the log has a line: profiling, sleep and other caches take a
+few."""
 Value = Any
 """A tensor, a number, or a record (tuple) of values, whose fields a kernel reads by name."""
 RUN = (
     "grid_0", "grid_1", "grid_2", "stream", "kernel.function", "kernel.packed_metadata", "launch_metadata",
     "knobs.runtime.launch_enter_hook", "knobs.runtime.launch_exit_hook", "*bound_args.values()",
 )  # fmt: skip
-"""Arguments that Triton's JIT gives `run` of a compiled kernel, which is private, and a bound launch likewise."""
+"""Arguments that Triton's JIT, and a bound launch, pass to a compiled kernel's private `run`."""
 
 
 class Arguments:
-    """Arguments of a kernel, in its order: tensors, numbers and records of both; and as a launch wants them: addresses
-    and numbers. Triton specializes on each number in a record, so none that changes from step to step may be there."""
+    """Arguments of a kernel, in its order: tensors, numbers and records of both; and in a launch's form: addresses and
+    numbers. Triton specializes on each number in a record, so a record must not hold a number that changes from step to
+    step."""
 
     def __init__(self, *values: Value) -> None:
         self.values = values
@@ -45,7 +47,8 @@ class Arguments:
         self._aligned: dict[tuple[int, ...], bool] = {}
 
     def are_aligned(self, places: tuple[int, ...]) -> bool:
-        """Return whether the addresses at these places are multiples of 16. Layers of a step ask for the same."""
+        """Return whether the addresses at these places are multiples of 16. Kept, as the layers of a step ask for the
+        same places."""
         if (found := self._aligned.get(places)) is None:
             found = self._aligned[places] = not any(x % 16 for x in _leaves(tuple(self.raw[i] for i in places)))
         return found
@@ -58,7 +61,7 @@ def _raw(value: Value) -> Any:
 
 
 def _leaves(values: tuple[Value, ...]) -> Iterator[Any]:
-    """The tensors and numbers of values, or the addresses and numbers."""
+    """Flatten values into tensors and numbers, or into addresses and numbers."""
     for value in values:
         if isinstance(value, tuple):
             yield from _leaves(value)
@@ -94,7 +97,7 @@ Grid = tuple[int, int, int]
 
 
 class StepLaunch(NamedTuple):
-    """A step's part of a launch, which its layers share."""
+    """The step's half of a launch, which its layers share."""
 
     grid: Grid
     arguments: Arguments
@@ -132,7 +135,7 @@ class Launch:
         Args:
             grid: programs in each dimension.
             tensors: the first arguments; of the same dtypes in each call.
-            arguments: those behind them, which the layers of a step share; likewise.
+            arguments: the following ones, which the layers of a step share; also of the same dtypes.
         """
         compiled = self.compiled
         if compiled is None:
@@ -188,10 +191,10 @@ class Launch:
         values = tuple(map(_stand_in, values))
         caches = getattr(self.kernel, "device_caches", None)
         if caches is not None and device >= 0:
-            caches[device]  # made here: threads that make it each for themselves would compile into several
+            caches[device]  # made here: if threads made it, each would compile into its own
 
         def compile_variant() -> None:
-            with torch.cuda.device(device):  # of this thread; -1: as it is
+            with torch.cuda.device(device):  # of this thread; -1: unchanged
                 compiled = warmup and warmup(*values, grid=grid, **self.constants, **self.options)
                 if compiled is not None:
                     _ = compiled.run  # has a C compiler make the launcher, and the device load the kernel
@@ -199,7 +202,8 @@ class Launch:
         return compile_variant
 
     def _first(self, grid: Grid, tensors: tuple[torch.Tensor, ...], arguments: Arguments) -> None:
-        """Compile, launch and keep what later calls need. Under the interpreter there is nothing to keep."""
+        """Compile, launch, and keep the bound launch for later calls. Under the interpreter there is nothing to
+        keep."""
         compiled = self._by_jit(grid, tensors, arguments)
         unspecialized = self._names("do_not_specialize")
         any_address = unspecialized | self._names("do_not_specialize_on_alignment")
@@ -214,7 +218,7 @@ class Launch:
         if compiled is None or not can_bind():
             return
         if any(x % 16 for x in _leaves(tuple(addresses[i] for i in aligned))):
-            return  # compiled for less than later calls will bring: the next one compiles again
+            return  # compiled with weaker alignment than later calls: the next call compiles again
         self.aligned = [i for i in aligned if i < len(tensors)]
         self.aligned_of_step = tuple(i - len(tensors) for i in aligned if i >= len(tensors))
         self.checked, self.checked_is_aligned = arguments, True
@@ -233,8 +237,8 @@ class Launch:
 class Launches:
     """Launches that a layer has bound, by name, with the tensors that each is bound to.
 
-    A launch does not look at dtypes and strides again, so `binding_key` has all that its kernel was bound to: of
-    tensors that stay, addresses and strides; of those that come with each call, dtypes and strides.
+    A launch does not check dtypes and strides again, so `binding_key` has everything that its kernel is bound to:
+    addresses and strides of fixed tensors, and dtypes and strides of each call's tensors.
     """
 
     def __init__(self) -> None:
@@ -242,8 +246,8 @@ class Launches:
         self.bindings: Counter[Any] = Counter()
 
     def get(self, name: Any, binding_key: Any, bind: Callable[[], Bound]) -> Bound:
-        """The launch bound last under `name`, if for the same tensors; else bind again. Only the last ones are kept, as
-        vLLM may have freed those before."""
+        """Return the last launch bound under `name`, if it is for the same tensors; else bind again. Only the last
+        tensors are kept, as vLLM may have freed earlier ones."""
         held = self.held.get(name)
         if held is None or held[0] != binding_key:
             held = self.held[name] = binding_key, bind()
@@ -258,13 +262,13 @@ class Launches:
         return held[1]
 
     def clear(self) -> None:
-        """Forget all, before other tensors may come to lie at the same addresses with other strides."""
+        """Forget all launches, before other tensors may get the same addresses with other strides."""
         self.held.clear()
 
 
 def _stand_in(value: Value) -> Value:
-    """A value for which the JIT compiles the same: of a tensor one on the host, of the same dtype and as well
-    aligned."""
+    """A value for which the JIT compiles the same variant; for a tensor, one on the host with the same dtype and
+    alignment."""
     if isinstance(value, tuple):
         fields = map(_stand_in, value)
         return type(value)(*fields) if hasattr(value, "_fields") else tuple(fields)

@@ -1,9 +1,10 @@
-"""The means of a layer's keys and values as kernels have them: by channel, position's block and head
+"""The means of a layer's keys and values in the kernels' form: by channel, block of positions and head
 (`codecs/transform.py`).
 
 A score lacks the query's product with the mean of its key: `bias_of_rows` computes that for each block of positions. An
-output lacks the mean of its values, which is added as it is rotated back (`merge.py`, `kernels/cuda/combine.cuh`); for
-the value of position 0, which has a mean of its own, the decode kernels leave its score behind the biases.
+output lacks the mean of its values, which is added when the output is rotated back (`merge.py`,
+`kernels/cuda/combine.cuh`); The value of position 0 has a mean of its own, so the decode kernels store its score behind
+the biases.
 """
 
 from __future__ import annotations
@@ -21,13 +22,13 @@ from .quantize import product
 QUERY_ROWS = 16
 """Rows of a program: the least that the tensor core takes. A row is a query head of a token."""
 COLUMNS = 16
-"""Biases of a query that a program computes at a time: the fewer, the sooner the launch is done."""
+"""Biases of a query that a program computes at a time: with fewer, the launch ends sooner."""
 MAX_BIAS_PROGRAMS = 8
 """Most programs that share the biases of a block of rows. With more, most would find nothing to do: contexts are
 shorter than a model's longest."""
 _QUERY_ROWS, _COLUMNS = tl.constexpr(QUERY_ROWS), tl.constexpr(COLUMNS)
 LATER_TOKENS = tl.constexpr(256)
-"""Most positions from a query to the request's last one (`served.py`), whose tiles both go through."""
+"""Most positions from a query to the request's last token (`served.py`): a query's tiles end where the request's do."""
 
 
 class Means(NamedTuple):
@@ -35,7 +36,7 @@ class Means(NamedTuple):
 
     `rows`: fp32 [1 or KV heads, 3, stored_dim], contiguous: a and p of the mean a * cosine + p * sine, and the mean of
     position 0. `spectrum`: fp32 [blocks, 2, stored_dim], contiguous: cosine and sine of each block of positions.
-    `block_tokens`: positions of a block, a multiple of 32; 0: all are in the one block, whose mean is a.
+    `block_tokens`: positions of a block, a multiple of 32; 0: there is one block, with the mean a.
     """
 
     rows: torch.Tensor
@@ -44,7 +45,7 @@ class Means(NamedTuple):
 
     @classmethod
     def of(cls, transform: ChannelTransform, *, has_first: bool = True) -> Means | None:
-        """Means of the transform of K or V, None if it takes off nothing. Without `has_first`, position 0 is like any
+        """Means of the transform of K or V, None if it subtracts none. Without `has_first`, position 0 is like any
         other of its block: for a rank that does not have it."""
         rows = transform.mean_rows()
         if rows is None:
@@ -80,9 +81,9 @@ class QueryConstants(NamedTuple):
 
 
 class QueryBias(NamedTuple):
-    """Numbers beside a query of a layer with means: biases for `blocks` of positions, 0: none; `tiles_a_block`
-    tiles of 32 of the cache's tokens in such a block, 0: all are in one; and behind the biases, with `keeps_first`,
-    where V has means, the score of position 0."""
+    """Numbers beside a query of a layer with means: biases for `blocks` blocks of positions (0: none), with
+    `tiles_a_block` tiles of 32 tokens in a block (0: there is one block). With `keeps_first`, where V has means, the
+    score of position 0 follows the biases."""
 
     blocks: int = 0
     tiles_a_block: int = 0
@@ -126,10 +127,10 @@ def bias_of_rows(
     query's product with the mean of position 0 less that of block 0, then with the mean of each block of positions; all
     times the scale. Of all `bias_programs`, program `program` computes every so many-th run of COLUMNS columns, up to
     those that a tile of these requests needs; the others stay as they are. With `keeps_first`, one more column becomes
-    -inf: the score of position 0 of a query that does not see it.
+    -inf: the score of position 0 for a query that does not see it.
 
-    The products are as exact as fp32: a mean may be large, and scores of different blocks are compared. A query is as
-    it is in tf32 (of fp32, rounded), a mean is two such numbers.
+    The products are as exact as fp32: a mean may be large, and scores of different blocks are compared. A query is
+    taken in tf32 (fp32 is rounded), a mean as the sum of two such numbers.
 
     Args:
         query: pointer to fp16, bf16 or fp32 [tokens, query heads, dim].
@@ -185,7 +186,7 @@ def bias_of_rows(
                 x = to_tf32(x)
             result = tl.dot(x, high, result, input_precision="tf32")
             result = tl.dot(x, turned - high, result, input_precision="tf32")
-        # Computed again: as few registers as can be are taken while the loop runs.
+        # Computed again, so that the loop takes as few registers as possible.
         own = hide_from_optimizer(block) * ROWS + tl.arange(0, ROWS)
         place = own // QUERY_GROUP * (KV_HEADS * QUERY_GROUP) + head * QUERY_GROUP + own % QUERY_GROUP
         target = bias + place.to(tl.int64)[:, None] * BIAS_COLUMNS + column[None, :]
@@ -198,8 +199,8 @@ class ColumnConstants(NamedTuple):
     Attributes:
         kv_heads, group: KV heads, and query heads of each.
         tile: columns of a tile.
-        mean_blocks: blocks of positions whose means scores lack; 0: they lack nothing.
-        tiles_a_block: tiles of tokens of such a block; 0: all are in one.
+        mean_blocks: number of blocks of positions whose means scores lack; 0: they lack nothing.
+        tiles_a_block: tiles of tokens in such a block; 0: there is one block.
         biases: numbers of a query in `query_bias`.
     """
 
@@ -213,8 +214,8 @@ class ColumnConstants(NamedTuple):
 
 @triton.jit
 def columns_and_rows(column_tile, COLUMNS: tl.constexpr):
-    """The columns of a tile, int32 [tile], and each one's row in queries and outputs, from that of column 0. COLUMNS:
-    `ColumnConstants`."""
+    """The columns of a tile, int32 [tile], and each column's row in queries and outputs, relative to column 0's row.
+    COLUMNS: `ColumnConstants`."""
     KV_HEADS: tl.constexpr = COLUMNS.kv_heads
     GROUP: tl.constexpr = COLUMNS.group
     columns = column_tile * COLUMNS.tile + tl.arange(0, COLUMNS.tile)
@@ -237,9 +238,9 @@ def block_of(tile, TILES_A_BLOCK: tl.constexpr):
 
 @triton.jit
 def bias_of_block(query_bias, block, first_row, count, COLUMNS: tl.constexpr):
-    """Biases of a program's columns for the keys of a block of positions (the last one if there are not so many), fp32
-    [tile]. query_bias: pointer to fp32 [tokens, query heads, biases]; block, first_row (that of column 0), count (query
-    tokens): int32. COLUMNS: `ColumnConstants`."""
+    """Biases of a program's columns for the keys of a block of positions (the last block, if `block` is beyond it),
+    fp32 [tile]. query_bias: pointer to fp32 [tokens, query heads, biases]; block, first_row (that of column 0), count
+    (query tokens): int32. COLUMNS: `ColumnConstants`."""
     MEAN_BLOCKS: tl.constexpr = COLUMNS.mean_blocks
     pointers, valid = _bias_pointers(query_bias, first_row, count, COLUMNS)
     return tl.load(pointers + 1 + tl.minimum(block, MEAN_BLOCKS - 1), mask=valid, other=0.0)
@@ -247,7 +248,7 @@ def bias_of_block(query_bias, block, first_row, count, COLUMNS: tl.constexpr):
 
 @triton.jit
 def bias_increase(query_bias, block, first_row, count, COLUMNS: tl.constexpr):
-    """`bias_of_block` of a block less that of the one before, or a finite number for block 0."""
+    """The bias of a block (`bias_of_block`) minus the previous block's, or a finite number for block 0."""
     MEAN_BLOCKS: tl.constexpr = COLUMNS.mean_blocks
     pointers, valid = _bias_pointers(query_bias, first_row, count, COLUMNS)
     own = tl.load(pointers + 1 + tl.minimum(block, MEAN_BLOCKS - 1), mask=valid, other=0.0)
@@ -258,7 +259,8 @@ def bias_increase(query_bias, block, first_row, count, COLUMNS: tl.constexpr):
 def add_first_bias(
     scores, tokens, query_bias, first_row, count, INVERSE_UNIT: tl.constexpr, COLUMNS: tl.constexpr
 ):  # fmt: skip
-    """Scores fp32 [32 tokens, columns], in a unit, with what that of token 0 lacks beyond the others' of its block.
+    """Add the correction of token 0 to scores fp32 [32 tokens, columns], in a unit: what its score lacks beyond its
+    block's bias.
     tokens: int32 [32]; the rest as in `bias_of_block`."""
     pointers, valid = _bias_pointers(query_bias, first_row, count, COLUMNS)
     bias = tl.load(pointers, mask=valid, other=0.0) / INVERSE_UNIT

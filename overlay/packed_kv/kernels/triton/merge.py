@@ -23,8 +23,8 @@ _LOG2_E = tl.constexpr(LOG2_E)
 
 
 class MergeDims(NamedTuple):
-    """Channels of a vector of V as it is `stored`; of the `output`; of the product, those `padded` to a power of 2; and
-    of the matrix `at_a_time`."""
+    """Channels of a `stored` vector of V; of the `output`; of the product, `padded` to a power of 2; and of the matrix
+    `at_a_time`."""
 
     stored: int
     output: int
@@ -40,7 +40,7 @@ class MergeConstants(NamedTuple):
         dims: channels.
         tile: of `MERGE_TILES`: the most splits, a power of 2, and rows of a program.
         has_sinks, has_lse: whether there are sinks, and whether the lse is filled.
-        bias_columns: of queries, where V has means; 0: it has none.
+        bias_columns: columns of queries' biases, where V has means; 0: it has none.
     """
 
     kv_heads: int
@@ -65,8 +65,8 @@ def _merge_kernel(
         output: fp16, bf16 or fp32 [tokens, kv_heads * group, channels], with `token_stride` and `head_stride`
             (int32); filled.
         partial_output, partial_stats: fp32 [tokens, kv_heads * group, splits, stored] and [.., .., splits, 2].
-        lse: fp32 [tokens, kv_heads * group]; filled where `has_lse`. With `bias_columns` a pair: that, and fp32
-            [.., .., bias_columns], whose last column has the scores of position 0, or -inf.
+        lse: fp32 [tokens, kv_heads * group]; filled where `has_lse`. With `bias_columns` a pair: lse, and fp32 [.., ..,
+            bias_columns], whose last column has the scores of position 0, or -inf.
         rows, splits: int32, tokens times group, and at most those of the tile.
         matrix: fp16 [1 or kv_heads, stored, stored], with `matrix_head_stride` (int32). With `bias_columns` a
             record: that, and the means of V, fp32 [1 or kv_heads, 3, stored] of `Means.rows`, and their stride over
@@ -110,7 +110,7 @@ def _merge_kernel(
     inner, channel = tl.arange(0, CHANNELS), tl.arange(0, PADDED_DIM)
     columns = (matrix[0] if BIAS_COLUMNS > 0 else matrix) + head.to(tl.int64) * matrix_head_stride
     result = tl.zeros([16, PADDED_DIM], tl.float32)
-    if BIAS_COLUMNS > 0:  # the values' weights add up to what a sink leaves; that of position 0 has a mean of its own
+    if BIAS_COLUMNS > 0:  # the values' weights add up to 1 less the sink's; position 0's value has a mean of its own
         means = matrix[1] + head.to(tl.int64) * matrix[2] + channel
         mean = tl.load(means, mask=channel < HEAD_DIM, other=0.0)[None, :]
         of_first = tl.load(means + 2 * HEAD_DIM, mask=channel < HEAD_DIM, other=0.0)[None, :]
@@ -135,19 +135,19 @@ def _merge_kernel(
 
 
 MERGE_TILES = ((2, 16), (8, 8), (16, 4), (64, 2), (128, 1))
-"""Pairs of the most splits and the rows a program: more rows read the matrix less often, fewer leave more programs to
-share the work. On an H200, 2 splits of 128 tokens take 3.9 us, 8 of 32 3.2, 33 of 8 3.8, 128 of 1 3.9."""
+"""Pairs of the most splits and the rows of a program: with more rows the matrix is read less often, with fewer rows
+more programs share the work. On an H200, 2 splits of 128 tokens take 3.9 us, 8 of 32 3.2, 33 of 8 3.8, 128 of 1 3.9."""
 
 
 def merge_tile(splits: int) -> tuple[int, int]:
-    """The tile of `MERGE_TILES` for so many splits."""
+    """The tile of `MERGE_TILES` for this many splits."""
     assert splits <= MERGE_TILES[-1][0], splits
     return next(tile for tile in MERGE_TILES if splits <= tile[0])
 
 
 class MergeLaunch(Launch):
     """Merges the splits of `DecodeLaunch` for a tile of `merge_tile` and rotates the result back by a layer's `matrix`;
-    `has_lse`: fill the step's lse, sinks included; `means`: of V, then its steps have queries' biases of `bias_columns`
+    `has_lse`: fill the step's lse, sinks included; `means`: of V; its steps then have queries' biases of `bias_columns`
     columns. Called with an output of the dtype and strides of `output`."""
 
     def __init__(
@@ -186,8 +186,8 @@ class MergeLaunch(Launch):
         partial_output: torch.Tensor, partial_stats: torch.Tensor, group: int, lse: torch.Tensor | None = None,
         query_bias: torch.Tensor | None = None,
     ) -> StepLaunch:  # fmt: skip
-        """`group`: query heads per KV head. `lse`: for the kernel that fills it. `query_bias`: for that which adds V's
-        means."""
+        """`group`: query heads per KV head. `lse`: for the kernel that fills it. `query_bias`: for the kernel that adds
+        V's means."""
         lse = partial_stats if lse is None else lse
         assert lse.is_contiguous(), lse.stride()
         of_lse = lse if query_bias is None else (lse, query_bias)

@@ -1,7 +1,7 @@
-"""The tables of a mixed step that runs as one CUDA graph, made on the device from what vLLM says of the batch.
+"""The tables of a mixed step that runs as one CUDA graph, made on the device from vLLM's tensors of the batch.
 
-A graph outlives the batch that it was captured with: its launches have addresses and the most of everything, and read
-here which requests decode, which chunks follow them, and which passes over prefixes these take.
+A graph outlives the batch that it was captured with: its launches have fixed addresses and the largest sizes. They read
+these tables: which requests decode, which chunks follow, and which passes over prefixes the chunks take.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ LANES = 1024
 
 
 class MixedTables(NamedTuple):
-    """Tables of a step of up to so many requests and tokens, int32 on the device.
+    """Tables of a step of up to a number of requests and tokens, int32 on the device.
 
-    Decodes are the requests before the first one of more query tokens than a decode; the others, from there on, are
+    Decodes are the requests before the first one with more query tokens than a decode; from that one on, all are
     chunks. `decode_start` [requests + 1] and `chunk_start` [requests + 1]: first row of each decode, and of each chunk;
     the other requests have no rows there. `decode_lens` [requests]: tokens in the cache, 0 of chunks. `passes` [passes,
-    4]: a request, its first row, rows and tokens of its prefix (`attention/passes.py`), for all rows of chunks behind
-    a prefix; those not needed are 0. `has_prefix` [tokens]: 1 for these rows, -1 for padding, else 0. `decode_slots`
+    4]: a request, its first row, rows and tokens of its prefix (`attention/passes.py`), for all rows of chunks that
+    have a prefix; unused entries are 0. `has_prefix` [tokens]: 1 for these rows, -1 for padding, else 0. `decode_slots`
     and `chunk_slots` [tokens]: slots in the rings, -1 for rows of the others; empty where there is no recent window.
     """
 
@@ -79,8 +79,8 @@ def _plan_mixed_kernel(
     query_start, seq_lens, slots, tables, tokens, most,
     PADDED: tl.constexpr, LONGEST: tl.constexpr, PASS_TOKENS: tl.constexpr, HAS_RING: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
-    """Grid: requests. `tables`: `MixedTables` of `tokens` tokens and `most` passes. Each program looks at all requests,
-    and writes what its own has."""
+    """Grid: requests. `tables`: `MixedTables` of `tokens` tokens and `most` passes. Each program reads all requests,
+    and writes the entries of its own."""
     own, requests = tl.program_id(0), tl.num_programs(0)
     index = tl.arange(0, PADDED)
     there = index < requests
@@ -138,7 +138,7 @@ def plan_mixed(
 
     Args:
         tables: of `MixedTables.empty`, with as many passes as such a batch can have (`attention.mixed.most_passes`).
-        query_start: int32 [requests + 1], first row of each request. What follows the last is padding.
+        query_start: int32 [requests + 1], first row of each request. Rows behind the last request's are padding.
         seq_lens: int32 [requests], tokens in the cache, the batch's included; 0 of padding.
         slots: int32 [tokens], in the rings (`window/slots.py`), or None.
         longest_decode: the most query tokens of a decode.
@@ -152,7 +152,7 @@ def plan_mixed(
 
 @functools.cache
 def _bind(padded: int, longest_decode: int, pass_tokens: int, has_ring: bool, device: torch.device) -> Launch:
-    """Return the kernel for so many requests; `device` keeps kernels of several devices apart."""
+    """Return the kernel for this many requests; `device` keeps kernels of several devices apart."""
     constants = dict(
         PADDED=padded, LONGEST=longest_decode, PASS_TOKENS=pass_tokens, HAS_RING=has_ring, LANES=LANES,
     )  # fmt: skip

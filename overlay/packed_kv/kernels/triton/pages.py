@@ -17,7 +17,7 @@ VALUE = tl.constexpr(1)
 
 @triton.jit
 def _load_vector(base0, base1, lanes, VECTOR: tl.constexpr):
-    """A lane's words of a vector, int32 [32, 2] each, the half word as a sign word of parity 0."""
+    """A lane's words of a vector, each int32 [32, 2]; a half word becomes a sign word of parity 0."""
     WORDS_AT: tl.constexpr = VECTOR.words_at
     HALF_WORDS_AT: tl.constexpr = VECTOR.half_words_at
     words0, words1 = base0 + WORDS_AT // 4, base1 + WORDS_AT // 4

@@ -1,6 +1,7 @@
 """Rotation, scale search and codes of the store kernel: the arithmetic that must equal the codec's to the bit.
 
-Values are tuples of 8 fp32 tensors [lanes]; see `store.py` for which channel lies where, and for the rounding rule.
+Values are tuples of 8 fp32 tensors [lanes]; see `store_section.py` for the place of each channel, and for the rounding
+rule.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ class Transform(NamedTuple):
         rotation: of the format.
         ordered: whether channels are packed in an order of their own.
         has_table: whether they have means and scales.
-        has_positions: whether these depend on a token's position.
+        has_positions: whether means depend on a token's position.
         mean_blocks: blocks of positions that have means of their own.
         mean_block_tokens: positions of a block; 0: there is one block.
     """
@@ -54,7 +55,7 @@ def _threshold(levels, number):
 
 @triton.constexpr_function
 def _spacing(levels):
-    """The distance of levels that are its odd multiples, halved, and are too many to try all; else 0."""
+    """Distance d of levels that are odd multiples of d / 2, if they are too many to try all; else 0."""
     odd = all(level == (2 * i + 1) * levels[0] for i, level in enumerate(levels))
     return 2 * levels[0] if odd and len(levels) >= 16 else 0.0
 
@@ -78,9 +79,9 @@ def load_rotated(
         channels_row: pointers to int64 [STORED_DIM] [lanes], the channels in packing order; not read unless ordered.
         constants_ptr: pointer to fp32 [STORED_DIM], of the rotation, in packing order.
         group, exists, index: int32, bool and int32 [lanes]; only what `exists` is read.
-        table_rows: pointers to means and to scales, fp32 [STORED_DIM] [lanes] in packing order, where behind a mean is
-            its partner; pointers to fp32 [2, STORED_DIM] [lanes], cosine and sine in the model's order; and bool
-            [lanes]: with blocks of positions, the mean of rows that are turned is mean * cosine + partner * sine.
+        table_rows: pointers to means and to scales, fp32 [STORED_DIM] [lanes] in packing order, a mean's partner behind
+            it; pointers to fp32 [2, STORED_DIM] [lanes], cosine and sine in the model's order; and bool [lanes]:
+            whether, with blocks of positions, the row's mean is turned: mean * cosine + partner * sine.
         TRANSFORM: `Transform`.
     """
     ROTATION: tl.constexpr = TRANSFORM.rotation
@@ -120,7 +121,8 @@ def load_rotated(
             x += tl.split(value)
         else:
             tl.static_assert(ROTATION == "quaternion")
-            # Parts w i of a quadruple are in even lanes, j k in the odd lanes beside them, where c and d change sign.
+            # Parts w and i of a quadruple are in even lanes, j and k in the odd lanes beside them; there c and d change
+            # sign.
             x0, x1 = tl.split(value)
             y0, y1 = tl.gather(x0, index ^ 1, 0), tl.gather(x1, index ^ 1, 0)
             parts = constants_ptr + (group * 32 + d43 * 8 + lane // 2 * 4)[:, None] + d0
@@ -186,8 +188,8 @@ def _lane_butterflies(x, index, BIT: tl.constexpr, mixed):
     return y
 
 
-# Of |x| = $1 with a step size $2, its inverse $3 and the words $4: a, and w, the word of its bin. The last bits of 2^19
-# plus the product are the bin's number; `shfl` takes five of them for the lane.
+# $1: |x|; $2: step size; $3: its inverse; $4: the bins' words. Computes a, and w, the word of its bin. The last bits of
+# 2^19 plus the product are the bin's number; `shfl` takes five of them as the lane.
 _BIN = """{ .reg .f32 a, t, u; .reg .b32 n, w; .reg .pred p;
     abs.f32 a, $1; mul.rn.sat.f32 t, a, $3; add.rn.f32 t, t, 0f49000000; mov.b32 n, t;
     shfl.sync.idx.b32 w, $4, n, 31, -1; """
@@ -209,13 +211,13 @@ _INDEX = tl.constexpr(
 
 @triton.constexpr_function
 def _has_bins(bins):
-    """The interpreter has no lanes to look up in, and tries all levels."""
+    """The interpreter has no lanes for look-ups, and tries all levels."""
     return len(bins.levels) > 0 and not IS_INTERPRETED
 
 
 @triton.jit
 def _by_lane(words: tl.constexpr, like):
-    """Word i in lane i of the warp, in the lanes behind the last word that one; int32 of the shape of `like`."""
+    """Word i in lane i of the warp; lanes past the last word repeat it. int32 of the shape of `like`."""
     lane = tl.inline_asm_elementwise(
         "{ .reg .b32 t; mov.b32 t, $1; mov.u32 $0, %laneid; }", "=r,r", [like], dtype=tl.int32, is_pure=True, pack=1
     )
@@ -228,12 +230,12 @@ def _by_lane(words: tl.constexpr, like):
 
 @triton.jit
 def _inverse(step_size, BINS: tl.constexpr):
-    """The factor from absolute values to their bins. With a step size of 0 all but 0 are in the last one."""
+    """The factor from absolute values to their bins. With a step size of 0, all values but 0 are in the last bin."""
     inverse = (BINS.magic - step_size.to(tl.int32, bitcast=True)).to(tl.float32, bitcast=True)
     return tl.where(step_size > 0, inverse, float("inf"))
 
 
-# Not pure: no compiler may move a look-up to where some lanes are idle.
+# Not pure: the compiler must not move a look-up to where some lanes are idle.
 @triton.jit
 def _square(x, step_size, inverse, words):
     return tl.inline_asm_elementwise(
@@ -252,8 +254,8 @@ def _index(x, step_size, inverse, words):
 @triton.jit
 def _nearest_threshold(x, step_size, inverse, LEVELS: tl.constexpr):
     """|x|, and the number, fp32, of the threshold nearest to it between evenly spaced levels, 1 to len(LEVELS) - 1. One
-    of the two levels beside that threshold is the nearest, however the product is rounded: it can err near the middle
-    of two thresholds alone. With a step size of 0 it is any."""
+    of the two levels beside that threshold is the nearest, however the product is rounded: rounding matters only near
+    the middle of two thresholds. With a step size of 0 the number is arbitrary."""
     number = tl.minimum(tl.maximum(tl.abs(x) * inverse, 1.0), len(LEVELS) - 1.0)
     return tl.abs(x), (number + 8388608.0) - 8388608.0  # 2^23: rounded to an integer
 
@@ -293,8 +295,8 @@ def _decode_scale(scale):
 
 @triton.jit
 def _group_error(x, step_size, index, words, CODE: tl.constexpr, BINS: tl.constexpr):
-    """Squared error of coding each row with a step size; the tree of `scalar.group_error`. With bins, of two levels
-    instead of all: the least distance is the same number."""
+    """Squared error of coding each row with a step size; the tree of `scalar.group_error`. With bins, only two levels
+    are tried instead of all: the least distance is the same."""
     LEVELS: tl.constexpr = CODE.magnitudes
     SPACING: tl.constexpr = _spacing(LEVELS)
     terms = ()

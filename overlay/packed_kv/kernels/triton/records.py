@@ -1,4 +1,4 @@
-"""Records of arguments that several kernels share: of tensors and numbers at the launch, of pointers and numbers in the
+"""Records of arguments that several kernels share: tensors and numbers at the launch, pointers and numbers in the
 kernel.
 
 Triton specializes on each number in a record, so none changes from step to step.
@@ -25,7 +25,7 @@ def blocks(cache: torch.Tensor) -> Blocks:
 
 
 def stride_of_heads(x: torch.Tensor) -> int:
-    """The stride of dimension 1, the heads; 0 of one head: Triton 3.6 has no strides of 1 in a record."""
+    """The stride of dimension 1, the heads; 0 for one head, as Triton 3.6 does not support strides of 1 in a record."""
     return x.stride(1) if x.shape[1] > 1 else 0
 
 

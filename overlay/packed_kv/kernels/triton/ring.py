@@ -1,8 +1,8 @@
-"""The ring of recent tokens: what the store and decode kernels do with it, and two small kernels of its own.
+"""The ring of recent tokens: functions for the store and decode kernels, and two small kernels of its own.
 
-A token is written by the store kernel, which has its rotated channels (`store_ring`), and read by one more split of the
-decode kernel (`attend_ring`) or, for prefills, by `gather_ring`. `plan_ring` says once a step where new tokens go and
-from which token on a request's ring can be read. The reference of the bytes is `codecs/ring.py`.
+A token is written by the store kernel, which has its rotated channels (`store_ring`), and read by the decode kernel
+(`attend_ring`) or, for prefills, by `gather_ring`. `plan_ring` says once a step where new tokens go and from which
+token on a request's ring can be read. The reference of the bytes is `codecs/ring.py`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ RING_UNIT = tl.constexpr(UNIT)
 _EIGHTHS = tl.constexpr(tuple(8 / (8 + i) for i in range(8)))
 _MAX_SCALE_BYTE = tl.constexpr(MAX_SCALE_BYTE)
 _ROUND = tl.constexpr(1.5 * 2**23)
-"""Added to an fp32 below 2^22, it leaves the nearest integer, a tie the even one, in the last bits of the sum."""
+"""Added to an fp32 below 2^22, it leaves the nearest integer (ties to even) in the last bits of the sum."""
 _LARGEST_HALF = tl.constexpr(65504.0)
 _LOG2_E = tl.constexpr(LOG2_E)
 TOKENS_A_PROGRAM = 1024
@@ -49,7 +49,8 @@ def ring_step_size(scale):
 
 @triton.jit
 def inverse_step_size(step_size):
-    """fp32(1 / step_size), or 0 of 0. It has 4 significant bits, so a table of 8 serves; a division takes a call."""
+    """fp32(1 / step_size), or 0 for 0. A step size has 4 significant bits, so a table of 8 is enough; a division takes
+    a call."""
     bits = step_size.to(tl.int32, bitcast=True)
     inverse = tl.full(step_size.shape, 1.0, tl.float32)
     for i in tl.static_range(1, 8):
@@ -98,7 +99,8 @@ def store_ring(slot, x, group, index, stored, VECTOR: tl.constexpr, RING: tl.con
     tl.store(slot + group + RING.scales[VECTOR], scale.to(tl.uint8), mask=stored & (lane == 0))
 
 
-# Bytes u = code + 128 of a word as fp16 pairs: under 0x64, a byte is 1024 + u, and 1152 off it leaves the code.
+# Bytes u = code + 128 of a word as fp16 pairs: below an upper byte 0x64, a byte is 1024 + u; minus 1152 that is the
+# code.
 _BIASED = "prmt.b32 ${0}, {1}, b, {2}; add.rn.f16x2 ${0}, ${0}, c;"
 _HEAD = "{ .reg .b32 b, c, x, y; mov.b32 b, 0x64646464; mov.b32 c, 0xe480e480; "
 _KEY_PAIRS = tl.constexpr(_HEAD + _BIASED.format(0, "$2", "0x4140") + _BIASED.format(1, "$2", "0x4342") + " }")
@@ -165,16 +167,16 @@ def attend_ring(
     """Attention of some columns over tokens of the ring: new outputs, maximum and total.
 
     As with pages, a lane loads what it feeds to the tensor core: of tokens 16 m + 8 n3 + g (K) or 16 m + 8 n3 + 2 t +
-    n0 (V). Past the end it loads the last token again.
+    n0 (V). Past the end a lane loads the last token again.
 
     Args:
         queries: a tuple of fp16 [32 channels, columns] for each group.
-        sums: (outputs, maximum, total): a tuple of fp32 [32 channels, columns], sums of codes times scales, which times
-            `RING_UNIT` are the values; fp32 [columns] and [8, columns], see `online_softmax_update`.
+        sums: (outputs, maximum, total): a tuple of fp32 [32 channels, columns], sums of codes times scales (times
+            `RING_UNIT` they are values); fp32 [columns] and [8, columns], see `online_softmax_update`.
         ring: (pointer to uint8 [blocks, .., BLOCK, ring_slot_bytes] of the head, its stride over blocks, pointer to
             int32 [ring blocks], the request's table).
         tokens: (first, end, seq_len), int32: first .. end - 1 of the seq_len tokens of the request.
-        limit: int32 [columns], of a column the last token that it sees and one; it sees WINDOW tokens here.
+        limit: int32 [columns], the token after the last one that a column sees; it sees WINDOW tokens here.
         soft_cap: fp32, times log2 e; read where HAS_SOFT_CAP.
         biases: (query_bias, first_row, count), see `bias_of_block`.
         COLUMNS: `ColumnConstants`.
@@ -296,7 +298,7 @@ def _plan_kernel(query_start, seq_lens, table, slots, first, requests, tokens, t
     missing = tl.max(tl.where(entered == 0, entry, -1), 0)
     tl.store(first + request, tl.maximum(low, (missing + 1) * BLOCK))
 
-    kept = (seq_len - 1) // BLOCK - PLAN.blocks + 1  # a block before it has the place of a newer one
+    kept = (seq_len - 1) // BLOCK - PLAN.blocks + 1  # an earlier block has the place of a newer one
     for base in range(0, count, TOKENS):
         token = base + tl.arange(0, TOKENS)
         position = prefix + token
@@ -330,7 +332,7 @@ def plan_ring(
 
 @functools.cache
 def _bind_plan(block_size: int, ring_blocks: int, window: int, longest_decode: int, device: torch.device) -> Launch:
-    """The kernel for rings of these sizes; `device` keeps those of several devices apart."""
+    """The kernel for rings of these sizes; `device` keeps kernels of several devices apart."""
     entries = power_of_2((window + longest_decode) // block_size + 2)
     constants = PlanConstants(window, block_size, ring_blocks, longest_decode, entries)
     return Launch(_plan_kernel, Arguments(), dict(PLAN=constants), num_warps=4)
@@ -374,7 +376,7 @@ def _gather_ring_kernel(
 
 
 class GatherRingLaunch(Launch):
-    """Writes the tokens that a layer's ring has over those that `GatherLaunch` read from the pages, still rotated.
+    """Overwrites the tokens that `GatherLaunch` read from the pages and that a layer's ring has; they stay rotated.
     Called without tensors."""
 
     def __init__(self, ring: Ring, head_dim: int) -> None:
@@ -387,7 +389,7 @@ class GatherRingLaunch(Launch):
 
     @staticmethod
     def step(ring: Ring, spans: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> StepLaunch:
-        """A row of `spans`: request, row of its token 0 (maybe negative), tokens low .. end - 1; those before
+        """A row of `spans`: request, row of its token 0 (maybe negative), tokens low .. end - 1; tokens before
         `ring.first` are left alone."""
         assert key.is_contiguous() and value.is_contiguous() and spans.is_contiguous(), (key.stride(), spans.stride())
         arguments = Arguments(ring.block_table, ring.first, spans, key, value, ring.block_table.stride(0))

@@ -1,7 +1,7 @@
 """Rotate the query before the decode kernel.
 
 It is a product with the head_dim x head_dim matrix of the rotation, in fp16 with fp32 sums: a query is rotated once a
-step, so exactness to the bit, which the codec needs, would buy nothing here. Where the layer stores tokens too,
+step, so exactness to the bit, which the codec needs, would buy nothing here. Where the layer also stores tokens,
 `store.py` does both in one launch.
 """
 
@@ -76,7 +76,7 @@ class QueryRotation:
 
 
 padded = triton.constexpr_function(power_of_2)
-"""Channels that the programs of a row have, for so many that are stored."""
+"""Channels of a row's programs together, for this number of stored channels."""
 _CHANNELS = tl.constexpr(QUERY_CHANNELS)
 
 
@@ -85,8 +85,8 @@ def rotate_rows(query, rotated, rows, block, head, first_channel, rotation, QUER
     """Rotate a block of 16 rows (query heads of one KV head, by token), multiply them by the scale, and store
     QUERY_CHANNELS of their channels, from `first_channel` on.
 
-    Both operands are loaded as the lanes of `mma.m16n8k16` want them, lane 4 * g + t: of every 32 channels of queries,
-    t has 8 neighbours, of rows g and g + 8, and of the matrix as many rows of QUERY_CHANNELS / 8 columns.
+    Both operands are loaded in the lane order of `mma.m16n8k16`, lane 4 * g + t: of every 32 channels of queries, t has
+    8 neighbours in rows g and g + 8, and in the matrix as many rows of QUERY_CHANNELS / 8 columns.
     Which channel counts as which k or n of a product is free, as long as both operands and the result agree.
 
     Args:
@@ -149,8 +149,8 @@ def _row(
 
 @triton.jit
 def _columns(columns, channel, column, HEAD_DIM: tl.constexpr, COUNT: tl.constexpr, STEP: tl.constexpr):
-    """Rows `channel`, int32 [lanes, 8], of COUNT columns, every STEP-th from `column` on, int32 [lanes], of a matrix
-    that lies by columns: fp16 [lanes, 8, bits of a column's number], the highest first."""
+    """Load rows `channel`, int32 [lanes, 8], in COUNT columns of a column-major matrix: every STEP-th column from
+    `column` on, int32 [lanes]. Returns fp16 [lanes, 8, bits of a column's number], the highest bit first."""
     if COUNT == 1:
         own = column[:, None]
         return tl.load(columns + own * HEAD_DIM + channel, mask=own < HEAD_DIM, other=0.0)
@@ -186,7 +186,8 @@ def _rotate_query_kernel(query, positions, rotated, bias, rows, rotation, spectr
 
 
 class RotateStep(NamedTuple):
-    """A step's part of a rotation, which its layers share: the launch, and what it fills, for `StoreLaunch` too."""
+    """The step's half of a rotation, which its layers share: the launch, and the tensors that it fills; `StoreLaunch`
+    uses it, too."""
 
     launch: StepLaunch
     rotated: torch.Tensor

@@ -1,4 +1,5 @@
-"""Scales where they are fewest: K's on the scores, V's on the weights (decode.py), 8 to 32 query columns at a time.
+"""Scales, applied where the products are fewest: K's to the scores, V's to the weights (decode.py), 8 to 32 query
+columns at a time.
 
 As in `fragments.py`, lane i of a tensor is lane i of the warp, and all happens in its registers.
 """
@@ -52,10 +53,10 @@ def over_scores(low, high, COLUMNS: tl.constexpr):
 
 @triton.jit
 def headroom(scale_words, COLUMNS: tl.constexpr):
-    """log2 of what weights up to 1 can be multiplied by while their products with V's scales stay finite in fp16.
+    """log2 of the largest factor of weights up to 1 with which products with V's scales stay finite in fp16.
 
-    Without it, products below 2^-14 would lose bits: of a V of 1e-4, most of them. 15 where every scale is below 2,
-    else 0, as scales go up to 40960.
+    Without this factor, products below 2^-14 would lose bits: with a V of 1e-4, most of them. 15 where every scale is
+    below 2, else 0, as scales go up to 40960.
 
     scale_words: a tuple of int32 [32, 2]. Returns fp32 [32 tokens, COLUMNS], the same everywhere.
     """
@@ -83,13 +84,12 @@ def online_softmax_update(scores, unit, maximum, total, value_scales):
 
     Args:
         scores: fp32 [32 tokens, columns]; times `unit` they are exponents of 2.
-        maximum, total: fp32 [columns] and [8, columns], as they were: what is taken off the exponents, and each lane's
-            sums of weights of its own tokens, so that no tile needs a sum over lanes.
+        maximum, total: fp32 [columns] and [8, columns], before this tile: the number subtracted from the exponents, and
+            each lane's sums of its own tokens' weights, so that no tile needs a sum over lanes.
         value_scales: words with the scales of V, a tuple of int32 [32, 2]; see `headroom`.
 
     Returns:
-        weights fp32 [32, columns]; what earlier results are to be multiplied by, fp32 [columns]; the new maximum and
-        total.
+        weights fp32 [32, columns]; the factor of earlier results, fp32 [columns]; the new maximum and total.
     """
     COLUMNS: tl.constexpr = scores.shape[1]
     new_maximum = tl.maximum(maximum, tl.max(scores * unit - headroom(value_scales, COLUMNS), 0))
@@ -103,8 +103,7 @@ def transpose_weights(weights):
     """fp32 [32 tokens, columns] -> for n3 = 0 and 1: int32 [32 lanes, columns / 8, 2 micro-blocks], two fp16 of n0 = 0
     and 1.
 
-    From the order of an accumulator to that of a right operand: lane (g, t) gets column g of each 8, and tokens n2 n1 =
-    t of these.
+    Reorders an accumulator as a right operand: lane (g, t) gets column g of each 8, and of it the tokens n2 n1 = t.
     """
     EIGHTS: tl.constexpr = weights.shape[1] // 8
     if IS_INTERPRETED:

@@ -1,5 +1,5 @@
-"""Kernels around sparse attention over picks: how many a decode has, which of a prompt's are of the chunk, the merge of
-both kinds, and sinks.
+"""Kernels around sparse attention over picks: counting a decode's picks, splitting a prompt's picks into stored ones
+and the chunk's, the merge of both kinds, and sinks.
 
 The reference is `reference/sparse_latents.py`.
 """
@@ -26,7 +26,7 @@ COUNTED_TOKENS = 128
     do_not_specialize_on_alignment=["counts", "requests", "query_start", "seq_lens"],
 )
 def _count_picks_kernel(counts, requests, query_start, seq_lens, tokens, picks, TOKENS: tl.constexpr):
-    """Grid: (blocks of TOKENS tokens). Arguments are those of `count_picks`; counts: int32 [tokens], filled."""
+    """Grid: (blocks of TOKENS tokens). For the arguments see `count_picks`; counts: int32 [tokens], filled."""
     token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     exists = token < tokens
     request = tl.load(requests + token, mask=exists, other=0)
@@ -61,7 +61,7 @@ def _split_picks_kernel(
         picks: int32 [tokens, PICKS], contiguous.
         first_own, stored_offset, own_offset: int32 [tokens].
         stored, own: int32 [tokens or more, PICKS], contiguous; rows, in the order of the picks, then -1.
-        stored_counts, own_counts: int32 [tokens or more], how many, but at least 1: attention reads a -1 then.
+        stored_counts, own_counts: int32 [tokens or more], their numbers, but at least 1: attention then reads a -1.
     """
     token, index = tl.program_id(0).to(tl.int64), tl.arange(0, PADDED)
     pick = tl.load(picks + token * PICKS + index, mask=index < PICKS, other=-1)
@@ -74,7 +74,7 @@ def _split_picks_kernel(
 
 @triton.jit
 def _store_kept(target, count, values, kept, PICKS: tl.constexpr):
-    """Store the values that are kept at the front of the PICKS at `target`, -1 behind, and their number at `count`."""
+    """Store the kept values first in the PICKS at `target`, -1 behind them, and their number at `count`."""
     index = tl.arange(0, values.shape[0])
     place, number = tl.cumsum(kept.to(tl.int32), 0) - 1, tl.sum(kept.to(tl.int32), 0)
     tl.store(target + place, values, mask=kept)
@@ -100,7 +100,7 @@ class SplitPicksLaunch(Launch):
 
 
 class Picked(NamedTuple):
-    """Results of attention over one kind of picks. `lse`: fp32 [tokens, heads or more], natural; `picks`: int32
+    """Statistics of attention over one kind of picks. `lse`: fp32 [tokens, heads or more], natural; `picks`: int32
     [tokens, picks] of `_split_picks_kernel`."""
 
     lse: Any
@@ -129,8 +129,8 @@ def _merge_picks_kernel(
 
     Args:
         output: fp16, bf16 or fp32 [tokens, heads, rank], contiguous; filled.
-        stored, own: of the same dtype, [tokens, heads or more, rank], with `token_stride` (int32); of a token without
-            such picks anything. `stored` is read where `has_stored`.
+        stored, own: of the same dtype, [tokens, heads or more, rank], with `token_stride` (int32); anything for tokens
+            without such picks. `stored` is read where `has_stored`.
         lse: fp32 [tokens, heads], contiguous; filled where `has_lse`.
         of_stored, of_own: `Picked`, with `lse_stride` and rows of `picks` (int32); likewise.
         inverse_gain: fp32 [rank]; constant: fp32 [rank], added where `has_constant`.

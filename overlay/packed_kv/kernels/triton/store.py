@@ -24,15 +24,16 @@ from .store_section import StoreConstants, StoreLayer, Vectors, padded_groups, r
 
 
 class PairConstants(NamedTuple):
-    """Constants that `store_kernel` is compiled for. `queries`: None, where it rotates none."""
+    """Constants that `store_kernel` is compiled for. `queries`: None where it rotates no queries."""
 
     store: StoreConstants
     queries: QueryConstants | None
 
 
 class StoreLaunch(Launch):
-    """Stores a layer's K and V in the pages of `cache` and, with `ring`, there too, in one launch, with no host sync:
-    `PagedCodec.write`, and `codecs.ring.write`. With `queries`, it rotates some like these, too.
+    """Stores a layer's K and V in the pages of `cache` and, if given, in the `ring`, in one launch, with no host sync:
+    `PagedCodec.write`, and `codecs.ring.write`. With `queries`, it also rotates queries of this dtype and these
+    strides.
 
     Called with keys, values and queries of the dtypes and strides of `key`, `value` and `queries` (without queries:
     the key again); their rows beyond the slots are padding. `only_ring`: leave the pages alone.
@@ -109,8 +110,8 @@ class StoreLaunch(Launch):
         ring_slots: torch.Tensor | None = None,
         rotate: RotateStep | None = None,
     ) -> StepLaunch:
-        """`positions`: None where nothing of the codec depends on them. `ring_slots`: where the first so many tokens go
-        in the ring. `rotate`: of `RotateQueryLaunch` with the same positions, for the launch with queries."""
+        """`positions`: None where the codec does not depend on them. `ring_slots`: slots in the ring of the first
+        tokens. `rotate`: of `RotateQueryLaunch` with the same positions, for the launch with queries."""
         tokens = len(slots)
         if positions is None:
             assert not codec.needs_positions
@@ -135,7 +136,7 @@ class StoreLaunch(Launch):
 
 
 def _programs(vector: PackedVector, layout: KernelLayout, count: int) -> int:
-    """Programs that store so many vectors of K, or of V."""
+    """Programs that store this many vectors of K, or of V."""
     groups = [power_of_2(section.groups) for section in vector.sections]
     return sum(-(-count // (rows_of(layout) // rows)) for rows in groups)
 
@@ -146,7 +147,7 @@ _QUERY_CHANNELS = tl.constexpr(QUERY_CHANNELS)
 
 @triton.constexpr_function
 def _are_alike(layout):
-    """Return whether K and V have the same sections, so that a program takes one by its number alone."""
+    """Return whether K and V have the same sections, so that a program's number alone decides its section."""
     return layout.key_vector.sections == layout.value_vector.sections
 
 
@@ -160,13 +161,13 @@ def store_kernel(
 ):  # fmt: skip
     """Store new tokens and, with `PairConstants.queries`, rotate a step's queries and compute their biases.
 
-    Grid: (programs of each section in turn, K and V); behind these, those of the queries, in pairs.
+    Grid: (programs of each section in turn, K and V); then the programs of the queries, in pairs.
 
     Args:
         key_ptr, value_ptr: fp16, bf16 or fp32 [tokens, heads, channels]; strides are in `StoreLayer`.
         query_ptr: fp16, bf16 or fp32 [query tokens, heads * group, dim]; strides are in `Rotation`.
         slots_ptr: int32 or int64 [tokens], -1: not stored; tokens: int32.
-        positions_ptr: int64 [tokens]; read where `Transform` says so.
+        positions_ptr: int64 [tokens]; read where `Transform.has_positions`.
         ring_slots_ptr: int32 [ring_tokens], -1: not stored; ring_tokens: int32.
         query_targets: fp16 [query tokens, heads * group, stored_dim], contiguous, filled with rotated queries; and fp32
             [query tokens, heads * group, 1 + mean_blocks + keeps_first], contiguous; see `bias_of_rows`.
@@ -218,7 +219,7 @@ def store_kernel(
                     (of_value, 1), s, False, STORE,
                 )  # fmt: skip
             of_value -= programs
-        program = tl.minimum(program, of_value)  # as many as the longer one are in front
+        program = tl.minimum(program, of_value)  # the longer of K's and V's come first
     QUERIES: tl.constexpr = CONSTANTS.queries
     if QUERIES is not None:
         ROTATED: tl.constexpr = padded(QUERIES.stored_dim) // _QUERY_CHANNELS

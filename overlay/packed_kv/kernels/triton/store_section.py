@@ -1,10 +1,10 @@
 """Records of a layer and the function that store kernels share: it rotates, quantises, packs and writes the groups of
 one section of new vectors.
 
-The bytes equal those of `PagedCodec.write`. The rounding rule, which makes them equal: everything is fp32, each add,
-subtract and multiply rounded to nearest even on its own (no fused multiply-add, no flushing of denormals), in the order
-that `codecs/rotations.py` and `codecs/scalar.py` state; a tie between two codes takes the lower magnitude, a tie
-between two scales the one tried first. NaN and infinities become 0; centred and scaled, the rest is clamped to
+The bytes equal those of `PagedCodec.write`. The rounding rule, which makes them equal: everything is fp32; each add,
+subtract and multiply is rounded to nearest even on its own (no fused multiply-add, no flushing of denormals), in the
+order that `codecs/rotations.py` and `codecs/scalar.py` state; a tie between two codes takes the lower magnitude, a tie
+between two scales the one tried first. NaN and infinities become 0; other numbers are centred, scaled and clamped to
 +-INPUT_LIMIT.
 
 A program takes `ROWS` groups of 32 channels, one a row, of one section (outlier or regular channels) of K or of V. A
@@ -62,7 +62,7 @@ class StoreLayer(NamedTuple):
         key, value: `Vectors`; latents are K, and `value` is not read.
         constants: fp32 [stored_dim], the rotations' constants by packed channel.
         spectrum: fp32 [mean_blocks, 2, stored_dim]; read where `Transform.mean_block_tokens` is not 0.
-        ring: `Blocks`, written where `StoreConstants.block_sizes` says so.
+        ring: `Blocks`, written where `StoreConstants.block_sizes` is not 0.
     """
 
     cache: Any
@@ -83,7 +83,7 @@ class StoreConstants(NamedTuple):
         dims: channels of a head of K and of V, as they come.
         layout: of a page.
         rows: of a program, each a group of 32 channels.
-        latent_rows: where pages have these, else None.
+        latent_rows: layout of latent rows, where pages have them, else None.
         parts: of a program's rows; see `store_section`.
     """
 
@@ -98,13 +98,13 @@ class StoreConstants(NamedTuple):
 
 
 def rows_of(layout: KernelLayout) -> int:
-    """Rows of a program: a vector's section fits."""
+    """Rows of a program, enough for a vector's section."""
     sections = (*layout.key_vector.sections, *layout.value_vector.sections)
     return max(ROWS, *(power_of_2(section.groups) for section in sections))
 
 
 padded_groups = triton.constexpr_function(power_of_2)
-"""Rows of a vector's section: a power of two, so that a rotation exchanges row and row ^ 2^i."""
+"""Rows that a vector's section takes: a power of two, so that a rotation exchanges row and row ^ 2^i."""
 
 
 @triton.jit
@@ -113,12 +113,12 @@ def store_section(
     NUMBER: tl.constexpr, OF_KEY: tl.constexpr, STORE: tl.constexpr,
 ):  # fmt: skip
     """Store the groups of section NUMBER of some vectors (token, head). `programs` is (program, split): with a split of
-    1 they are those of the program; else `split` programs share them: all rotate whole vectors, and each quantises its
-    parts / split parts of the rows one after the other.
+    1 the rows belong to the program alone; else `split` programs share them: all rotate whole vectors, and each
+    quantises parts / split of the rows' parts, one after the other.
 
     `source`: pointer to the new vectors of K, with `is_key`, or of V, and the fields of their `Vectors`. OF_KEY:
-    whether the section is one of K's `PackedVector`; of either one, where K's and V's sections are the same. The other
-    arguments are `store_kernel`'s.
+    whether the section is in K's `PackedVector`; arbitrary where K's and V's sections are the same. The other arguments
+    are `store_kernel`'s.
     """
     LAYOUT: tl.constexpr = STORE.layout
     HEADS: tl.constexpr = STORE.heads
@@ -184,7 +184,7 @@ def store_section(
 
 @triton.jit
 def _own_groups(index, block, tokens, HEADS: tl.constexpr, ROWS: tl.constexpr, GROUPS: tl.constexpr):
-    """Group in the section, vector (token, head) and whether there is one, of the lanes `index` of a block of ROWS
+    """Group in the section, vector (token, head), and whether it exists, for the lanes `index` of a block of ROWS
     rows."""
     A_VECTOR: tl.constexpr = padded_groups(GROUPS)
     row = index // 4
@@ -198,7 +198,7 @@ def _store_groups(
 ):  # fmt: skip
     """Quantise rotated groups and write them to the ring and to pages.
 
-    x: 8 fp32 tensors [lanes]; group, of the section, int32, and head, slot and ring_slot, int64 [lanes]. The other
+    x: 8 fp32 tensors [lanes]; group, in the section, int32; head, slot and ring_slot, int64 [lanes]. The other
     arguments are `store_section`'s.
     """
     LAYOUT: tl.constexpr = STORE.layout

@@ -1,7 +1,7 @@
-"""Codes of the store kernel into the words of a page, beside the codes of other tokens.
+"""Writes the store kernel's codes into the words of a page, beside the codes of other tokens.
 
-A word holds codes of several tokens, which other programs may be writing: a program compares its own bits with the
-old word and flips those that differ with one atomic. Words of 4-bit K belong to one token and are stored plainly.
+A word holds codes of several tokens, which other programs may be writing: a program compares its own bits with the old
+word, and flips the bits that differ with one atomic. Words of 4-bit K belong to one token and are stored plainly.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _SIGN_PARITY_SHIFT = tl.constexpr(SIGN_PARITY_SHIFT)
 
 @triton.constexpr_function
 def _codes(is_key):
-    """Index in its lane of each register's code, for token 0 of a micro-block."""
+    """Index of each register's code in its lane, for token 0 of a micro-block."""
     return tuple(k if is_key else k >> 1 << 2 for k in range(8))
 
 
@@ -34,7 +34,7 @@ def _words(codes, words):
 
 @triton.constexpr_function
 def _registers(is_key, codes, words, d0, word):
-    """Registers whose codes share a word of a group's `words`; of V, those of one d0."""
+    """Registers whose codes share a word of a group's `words`; for V, registers with one d0."""
     return tuple(k for k in range(8) if (is_key or k & 1 == d0) and codes[k] * words // 16 == word)
 
 
@@ -90,7 +90,7 @@ def _store_word(
     if len(SIGN_SHIFT) > 0:
         new_signs, own_signs = _collect(signs, n, SIGN_SHIFT, IS_KEY, REGISTERS, 1)
         new, own = new | new_signs, own | own_signs
-    if IS_KEY and CODE.code_words > 1:  # n3 selects the word, and all of it is this token's
+    if IS_KEY and CODE.code_words > 1:  # n3 selects the word, which belongs to this token alone
         pointer = codes + 4 * word_index(word, word_lane, WORDS, LANES)
         tl.store(pointer.to(tl.pointer_type(tl.uint32)), new, mask=stored)
     else:
@@ -102,8 +102,8 @@ def _store_sign_word(
     codes, n, number, word_lane, stored, signs, IS_KEY: tl.constexpr, REGISTERS: tl.constexpr, VECTOR: tl.constexpr,
     LANES: tl.constexpr,
 ):  # fmt: skip
-    """Signs of group `number` of those with sign words; groups 2i and 2i + 1 share a word, an odd last one has a half
-    word."""
+    """Write the signs of group `number`, counted among groups with sign words. Groups 2i and 2i + 1 share a word; an
+    odd last group has a half word."""
     WORDS: tl.constexpr = VECTOR.words
     SIGN_WORDS: tl.constexpr = VECTOR.sign_words
     new, own = _collect(signs, n, _SIGN_WORD_SHIFT, IS_KEY, REGISTERS, 1)
@@ -127,7 +127,7 @@ def _collect(values, n, POSITIONS: tl.constexpr, IS_KEY: tl.constexpr, REGISTERS
     for i in tl.static_range(1, len(REGISTERS)):
         new |= values[REGISTERS[i]] << POSITIONS[CODES[REGISTERS[i]]]
     own = tl.full(n.shape, _own_bits(POSITIONS, CODES, REGISTERS, FIELD), tl.uint32)
-    # Positions are linear in the bits of a code's index, to which the token gives n3 (K) or n3 n0 (V).
+    # Positions are linear in the bits of a code's index; the token adds n3 (K) or n3 n0 (V) to it.
     n3, n0 = (n // 8).to(tl.uint32), (n % 2).to(tl.uint32)
     if IS_KEY:
         new, own = _shift(new, n3, POSITIONS[8] - POSITIONS[0]), _shift(own, n3, POSITIONS[8] - POSITIONS[0])
@@ -148,8 +148,8 @@ def _shift(word, bit, BY: tl.constexpr):
 
 @triton.jit
 def word_index(word, lane, WORDS: tl.constexpr, LANES: tl.constexpr):
-    """Place of a lane's word among the codes of a micro-block, or with 4 LANES of a row, in words: chunks of 4, then 2,
-    then 1 (layout.py)."""
+    """Offset in words of a lane's word among the codes of a micro-block or, with 4 LANES, of a row: chunks of 4, then
+    2, then 1 (layout.py)."""
     FOURS: tl.constexpr = WORDS // 4 * 4
     index = word // 4 * (4 * LANES) + lane * 4 + word % 4
     if WORDS % 4 >= 2:
@@ -161,7 +161,7 @@ def word_index(word, lane, WORDS: tl.constexpr, LANES: tl.constexpr):
 
 @triton.jit
 def _flip(codes, index, new, own, stored):
-    """Set the own bits of words which other programs write at the same time."""
+    """Set a program's bits in words that other programs write at the same time."""
     pointer = (codes + 4 * index).to(tl.pointer_type(tl.uint32))
     old = tl.load(pointer, mask=stored, other=0)
     tl.atomic_xor(pointer, (old ^ new) & own, mask=stored, sem="relaxed")

@@ -1,4 +1,4 @@
-// What a decode is called with: `Arguments` of decode.py, field by field.
+// Arguments of a decode call: `Arguments` of decode.py, field by field.
 #pragma once
 #include "../layout/layer.h"
 
@@ -15,7 +15,7 @@ struct Requests {  // the same for all layers of a step: int32 tables, strides i
 
 struct Arguments : Requests {
   const Layer* layer;
-  Cache pages, ring;  // ring without data: there is none
+  Cache pages, ring;  // ring without data: there is no ring
   // Queries and outputs, of an ElementType; strides in elements. Of latents, queries of RoPE channels are apart.
   const void *query, *rope_query;
   int64_t query_type, query_stride, query_head_stride, rope_stride, rope_head_stride;
@@ -31,7 +31,7 @@ struct Arguments : Requests {
   int64_t ring_window;
   void* workspace;
 
-  // Whether scores lack products with means of K. Latents have one, which is `constant`.
+  // Whether scores lack products with means of K. Latents have one mean, `constant`.
   bool has_means() const { return !IS_LATENT && layer->centres[0]; }
   // Whether outputs lack means of V.
   bool has_value_means() const { return !IS_LATENT && layer->centres[1]; }

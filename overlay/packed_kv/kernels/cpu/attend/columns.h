@@ -1,10 +1,10 @@
-// What a job keeps of its columns, which are the query heads of a KV head times query tokens.
+// The state of a job's columns: a column is a query head of the KV head and a query token.
 #pragma once
 #include "../layout/codes.h"
 #include "jobs.h"
 #include "requests.h"
 
-constexpr int BLOCK = 4;  // columns that are worked on in registers
+constexpr int BLOCK = 4;  // columns that registers hold at a time
 constexpr int LARGEST_INT16 = 32767;
 INLINE float larger(float a, float b) { return a > b ? a : b; }
 
@@ -20,7 +20,7 @@ template <class Body> INLINE void for_blocks(int columns, Body&& body) {
 
 // A tile's struct adds its memory and what it does with a tile of TOKENS tokens:
 //
-//   cut(from, columns)            takes the memory
+//   cut(from, columns) takes its memory
 //   clear()                       makes the sums over V 0
 //   put_query(a, column, query)   takes a query, rotated as K is and in the order of its bytes; columns ascend
 //   score(micro_blocks, count, known, tokens)
@@ -33,12 +33,12 @@ template <class Body> INLINE void for_blocks(int columns, Body&& body) {
 struct Columns {
   int count;
   int16_t* queries;     // block of columns: [group][t][e2][column][e1][e0]
-  float* factors;       // of a query's integers, with the score's scale
+  float* factors;       // scale of a query's integers, times the score's scale
   float* plain;         // [column][STORED_DIM], in packing order, times the score's scale; null: K has no means
-  float* ring_queries;  // [column][ALL_CHANNELS], in the order of K's bytes in a ring, so scaled, RoPE channels behind
+  float* ring_queries;  // [column][ALL_CHANNELS], in the order of K's bytes in a ring, scaled alike, RoPE's last
   float* scores;        // [column][TOKENS], in the order of scores; then exponentials
   float* ring_sums;     // [column][STORED_DIM], in the order of V's bytes in a ring; null: there is no ring
-  float* tile_factors;  // what an exponential of 1 is in the sums; 0: the column sees nothing of the tile
+  float* tile_factors;  // factor of an exponential of 1 in the sums; 0: the column sees nothing of the tile
   Softmax* softmax;
   Range* ranges;        // in the pages, by query token
 

@@ -1,12 +1,13 @@
-// Decode attention over packed pages of a layout, with a tile of its kind: see pairs.cpp, latents.cpp and decode.py.
+// Decode attention over packed pages of a layout, with the tile for pairs or latents: see pairs.cpp, latents.cpp and
+// decode.py.
 //
 // A job is (request, part of its tokens, KV head). It takes a tile of tokens at a time for all columns of the KV head:
 //   K        codes -> 16-bit levels by look-ups in registers, 16-bit products with the queries, 32-bit sums of the 32
 //            channels of a group, times the group's scales in fp32
 //   softmax  online, in fp32; exponentials times V's scales -> 16-bit weights
 //   V        codes -> 16-bit levels, 16-bit products with the weights, 32-bit sums over the tile, added in fp32
-// Integer products are exact, and twice as many an instruction as in fp32; queries and weights are rounded, to 1/32767
-// of the largest. Tokens in the ring are few, and attended to in fp32.
+// Integer products are exact, and an instruction does twice as many as in fp32. Queries and weights are rounded to
+// 1/32767 of the largest. The ring's few tokens are attended to in fp32.
 #pragma once
 #include "../layout/restore.h"
 #include "queries.h"
@@ -48,7 +49,7 @@ template <class Tile> static void attend_pages(const Arguments& a, long r, int h
   }
 }
 
-// Where `count` tokens of request r from `first` on are in the ring.
+// Addresses of `count` tokens in the ring, of request r from `first` on.
 static void find_slots(const Arguments& a, long r, int head, long first, int count, const uint8_t** slots) {
   const int32_t* table = a.ring_table + r * a.ring_table_stride;
   const long size = a.ring.block_size;
@@ -59,7 +60,7 @@ static void find_slots(const Arguments& a, long r, int head, long first, int cou
   }
 }
 
-// Asks for the ring's first tokens, which the part reads behind its pages.
+// Prefetches the ring's first tokens, which the part reads after its pages.
 template <class Tile> static void prefetch_ring(const Arguments& a, const Request& request, long r, int head) {
   const uint8_t* slots[Tile::TOKENS];
   long first = in_ring(a, request, r, 0).first;
@@ -120,7 +121,7 @@ template <class Tile> static void attend_part(const Run<Tile>& run, Tile& tile, 
     float* to = run.results + (partial + c) * STORED_DIM;
     run.partials[partial + c] = tile.softmax[c];
     for (int i = 0; tile.ring_sums && i < STORED_DIM; i++) {
-      // Latents are multiplied by V's gain behind, which numbers in the ring do not need.
+      // The result for latents is later multiplied by V's gain, which numbers in the ring do not need.
       float gain = IS_LATENT ? CODES[GROUP_TABLE[VALUE][i / GROUP_SIZE].code].gain : 1;
       to[i / GROUP_SIZE * GROUP_SIZE + ring_channel(VALUE, i % GROUP_SIZE)] +=
           tile.ring_sums[(long)c * STORED_DIM + i] / gain;
@@ -128,13 +129,13 @@ template <class Tile> static void attend_part(const Run<Tile>& run, Tile& tile, 
   }
 }
 
-// Of a column over all parts: its log-sum-exp, and the weights of all tokens, which add up to what a sink leaves, and of
-// token 0.
+// A column's result over all parts: its log-sum-exp, the sum of all tokens' weights (less than 1 beside a sink), and
+// the weight of token 0.
 struct Merged {
   float lse, all, first;
 };
 
-// Writes a column's sums of all parts, divided by its total. Columns that see nothing are 0.
+// Writes a column's sums over all parts, divided by its total. Columns that see nothing become 0.
 template <class Tile> static Merged merge_column(const Run<Tile>& run, long r, int head, long column, float* row) {
   const Arguments& a = *run.a;
   const long parts = run.requests[r].parts;
@@ -197,7 +198,8 @@ template <class Tile> static void merge_parts(const Run<Tile>& run, long r, int 
   }
 }
 
-// A region of several threads costs some 5 us where cores are free, more where they are not. No thread gets less work.
+// A parallel region costs some 5 us where cores are free, more where they are busy. Each thread gets at least this much
+// work.
 constexpr long THREAD_NS = 12000;
 template <class Tile> static long estimated_ns(const Run<Tile>& run) {  // with AVX-512, 16 ns a token of 128 channels
   long ns = 0;                                                           // and 4 columns
@@ -223,7 +225,8 @@ template <class Tile> static void decode_requests(const Arguments& arguments) {
   EXPORT long decode_bytes() { return sizeof(Layer) + sizeof(Arguments); }                                             \
   /* Bytes of workspace that a call needs; its address must be a multiple of 64. */                                    \
   EXPORT int64_t decode_workspace_bytes(const Arguments* a) { return bytes_of_call<Tile>(*a); }                        \
-  /* Bytes that suffice for every call of up to as many requests, and of each so many query tokens and tokens in all. */ \
+  /* Bytes that suffice for every call with up to this many requests, query tokens per request and tokens per request.
+  */ \
   EXPORT int64_t decode_largest_workspace_bytes(const Arguments* a, int64_t query, int64_t longest) {                  \
     return bytes_of_largest<Tile>(*a, query, longest);                                                                 \
   }                                                                                                                    \

@@ -1,12 +1,12 @@
 // The jobs of a decode call, and the memory that they work in. A job is (request, part of its tokens, KV head). Threads
-// take the next one; the job that ends last of a request and KV head merges the parts, in their order.
+// take the next job; the last job of a (request, KV head) pair to end merges the parts, in their order.
 //
-// A tile's struct (columns.h) is what a thread works in; decode.h has attend_part and merge_parts.
+// A thread works in a tile's struct (columns.h); decode.h has attend_part and merge_parts.
 #pragma once
 #include "../base/threads.h"
 #include "requests.h"
 
-// Cuts memory into aligned pieces; with a null start, only counts.
+// Cuts memory into aligned pieces; with a null start, only counts bytes.
 struct Cutter {
   uint8_t* start;
   long used;
@@ -19,7 +19,7 @@ struct Cutter {
 
 struct Softmax {
   float maximum, total;  // of scores, and of their exponentials
-  float first;           // the score of token 0, whose V has a mean of its own; -inf: not seen, or V has no means
+  float first;           // score of token 0, whose V has a mean of its own; -inf: not seen, or V has no means
 };
 
 template <class Tile> struct Run {
@@ -40,7 +40,7 @@ template <class Tile> struct Run {
   }
 };
 
-// What decides how much memory a run needs. `partials`: columns of all jobs; `columns`: most of a job.
+// The sizes that decide how much memory a run needs. `partials`: columns of all jobs; `columns`: the most of a job.
 struct Counts {
   long requests, heads, jobs, partials, columns;
 };
@@ -109,8 +109,8 @@ template <class Tile> static int64_t bytes_of_run(const Arguments& a, const Coun
   return memory.used;
 }
 
-// Results of parts that are kept at a time, in bytes. A call that has more, of several requests, is served in halves,
-// each with results enough for hundreds of threads. Outputs have the same bits, as they depend on the request alone.
+// Limit in bytes of partial results kept at a time. A call of several requests that exceeds it is served in halves,
+// each with enough parts for hundreds of threads. Outputs have the same bits, as they depend on the request alone.
 constexpr long RESULTS_BYTES = 64l << 20;
 constexpr long MOST_PARTIALS = RESULTS_BYTES / (long)(sizeof(Softmax) + sizeof(float) * STORED_DIM);
 
@@ -120,7 +120,7 @@ static Arguments requests_of(Arguments a, long first, long count) {
   return a;
 }
 
-// Calls serve(arguments, counts) with all requests of a call, in their order, as many at a time as is allowed.
+// Calls serve(arguments, counts) for all requests of a call, in order, with as many at a time as the limit allows.
 template <class Tile, class Serve> static void in_halves(const Arguments& a, Serve serve) {
   Counts counts = count_jobs<Tile>(a);
   if (a.requests <= 1 || counts.partials <= MOST_PARTIALS) return serve(a, counts);
@@ -144,7 +144,7 @@ static int64_t bytes_of_largest(const Arguments& a, long query, long longest) {
   int32_t query_start[] = {0, (int32_t)query}, seq_len = 0;
   Arguments one = a;
   one.requests = 1, one.query_start = query_start, one.seq_lens = &seq_len;
-  one.ring.data = nullptr;  // what lies in a ring is not in the pages
+  one.ring.data = nullptr;  // tokens in a ring are not read in the pages
   long parts = 1, heads = a.kv_heads, columns = query * a.group;
   for (long tokens = 1; tokens <= longest; tokens += Tile::TOKENS) {
     seq_len = (int32_t)tokens;

@@ -6,8 +6,8 @@
 //   V        values x [16 tokens][16 columns] -> sums [pairs of channels][16 columns], for e0 = 0 with weights in the
 //            lower halves of words and zeros in the upper ones, for e0 = 1 the reverse
 //
-// What bf16 does not hold exactly (weights, RoPE keys, queries in fp16 and fp32) is the sum of two numbers that it does.
-// Tokens are in the order of scores. Columns are padded to a multiple of 16: those that are not there are 0.
+// Numbers that bf16 does not hold exactly (weights, RoPE keys, queries in fp16 and fp32) are sums of two bf16 numbers.
+// Tokens are in the order of scores. Columns are padded to a multiple of 16 with zeros.
 #pragma once
 #include "latent_tile.h"
 
@@ -16,7 +16,7 @@
 // GCC's intrinsics of tiles do not say that they read and write memory.
 #define TILES_USE_MEMORY() asm volatile("" ::: "memory")
 
-// Configures this thread's tiles, and leaves them as they were: PyTorch's kernels have a configuration of their own.
+// Configures this thread's tiles, and restores them at the end: PyTorch's kernels have a configuration of their own.
 class AmxTiles {
   struct alignas(64) Config {
     uint8_t palette, start_row, reserved[14];
@@ -96,7 +96,7 @@ static_assert(ring_channel(0, 2) == 8 && ring_channel(0, 4) == 16 && ring_channe
 
 struct LatentAmxTile : Columns {
   static constexpr int TOKENS = LatentTile::TOKENS, BLOCKS = LatentTile::BLOCKS, AHEAD = LatentTile::AHEAD;
-  static constexpr int SIDE = 16, TILE_BYTES = 1024;  // of an AMX tile: rows; bytes
+  static constexpr int SIDE = 16, TILE_BYTES = 1024;  // an AMX tile: rows; bytes
   static constexpr int ROPE_TILES = ROPE_DIM / GROUP_SIZE, QUERY_TILES = GROUPS + ROPE_TILES;
   static constexpr int AT_ONCE = 4;  // sums: no product waits for the one before it
   static constexpr long LOW = (long)QUERY_TILES * TILE_BYTES, ROPE_LOW = (long)ROPE_TILES * TILE_BYTES;
@@ -167,12 +167,12 @@ struct LatentAmxTile : Columns {
       });
     });
   }
-  // Decodes a micro-block, of which `tokens` are there.
+  // Decodes a micro-block that has `tokens` tokens.
   void decode_micro_block(const uint8_t* micro_block, int number, int tokens) const {
     alignas(64) float scales[GROUPS * MICRO_BLOCK];
     alignas(64) Row rows[ROPE_DIM];
     read_scales(micro_block, 0, scales);
-    for (int n = (int)most(0, tokens); n < MICRO_BLOCK; n++)  // those of tokens that are not there may be any
+    for (int n = (int)most(0, tokens); n < MICRO_BLOCK; n++)  // bytes of missing tokens may be anything
       for (int g = 0; g < GROUPS; g++) scales[g * MICRO_BLOCK + place_of_token(n)] = 0;
     decode_values(micro_block, scales, values + (long)number * GROUPS * TILE_BYTES);
     LatentTile::read_rope(micro_block, rows);
@@ -196,7 +196,7 @@ struct LatentAmxTile : Columns {
     _tile_dpbf16ps(3, 4, 5);
   }
 
-  // What is behind the last micro-block is scored, too, and not read.
+  // Scores behind the last micro-block are computed, too, and never read.
   void score(const uint8_t* const* micro_blocks, int blocks, int known, int tokens) const {
     for (int i = 0; i < blocks; i++) {
       if (i + AHEAD < known) prefetch(micro_blocks[i + AHEAD]);

@@ -1,4 +1,5 @@
-// A tile of K and V: codes of K are levels in registers only while a block of columns is scored, those of V likewise.
+// A tile of K and V: levels of K are in registers only while a block of columns is scored, and levels of V while they
+// are added.
 #pragma once
 #include "scores.h"
 #include "softmax.h"
@@ -7,11 +8,11 @@ struct PairTile : Columns {
   static constexpr int TOKENS = 256, BLOCKS = TOKENS / MICRO_BLOCK;
   static constexpr int AHEAD = 6;  // micro-blocks: some 0.6 us
   static constexpr int FEW_PARTS = 4, LONGEST_PART = 2048;
-  static constexpr int LEAST_TILES = 2;  // of a part: what a job costs beside its tiles is half a tile
+  static constexpr int LEAST_TILES = 2;  // in a part: a job's fixed cost is half a tile
   static constexpr int SUMS = GROUPS * PARTS * 4;  // vectors of fp32 sums over V that a column has
   float* sums;            // block: [group][part][e2][e3][column][VECTOR_FLOATS]
   int16_t* weights;       // block: [group][micro-block][column][16 tokens]
-  float* weight_factors;  // [column][GROUPS]: what a weight of 1 is in this tile
+  float* weight_factors;  // [column][GROUPS]: factor of a weight of 1 in this tile
   uint8_t* arranged;      // of V, [micro-block][part]
   float* scales;          // of V, [micro-block][group][16 tokens]
 
@@ -58,7 +59,8 @@ struct PairTile : Columns {
   }
 
   // --- V ---
-  // Makes 16-bit weights of C columns' exponentials times V's scales, the largest of a tile, group and column 32767.
+  // Makes 16-bit weights: C columns' exponentials times V's scales, with 32767 for the largest of a tile, group and
+  // column.
   template <int C> void weigh(int first, int blocks) const {
     int16_t* of_block = weights + (long)first * GROUPS * TOKENS;
     for (int c = 0; c < C; c++) {
@@ -143,7 +145,7 @@ struct PairTile : Columns {
   void collect(float* to) const {
     for (int column = 0; column < count; column++, to += STORED_DIM) collect_column(column, to);
   }
-  void collect_column(int column, float* to) const {  // e3 = d4 and e2 = d3; a word and the next are of a row d2 d1 d0
+  void collect_column(int column, float* to) const {  // e3 = d4 and e2 = d3; a row d2 d1 d0 has a word and the next
     Floats pair[2];
     each_sum(column, [&](int i, const float* sum) {
       pair[i & 1] = load_floats(sum);

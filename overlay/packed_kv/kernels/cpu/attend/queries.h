@@ -4,7 +4,7 @@
 #include "../layout/vectors16.h"
 #include "columns.h"
 
-// The channel, in packing order, of number i of a query in the order of K's bytes.
+// The channel, in packing order, of a query's element i in the order of K's bytes.
 INLINE int channel_of(int i) { return i / GROUP_SIZE * GROUP_SIZE + ring_channel(0, i % GROUP_SIZE); }
 
 // One query, rotated as K is and in the order of its bytes.
@@ -64,7 +64,7 @@ template <class Tile> static void read_queries(const Arguments& a, const Request
   }
 }
 
-// Adds to scores their products with K's means, of `count` tokens from `first` on. `place`: where a score is.
+// Adds to the scores of `count` tokens from `first` on the query's products with K's means. `place`: index of a score.
 template <class Place>
 static void add_means(const Arguments& a, const Columns& columns, int head, long first, int count, int tile,
                       Place place) {

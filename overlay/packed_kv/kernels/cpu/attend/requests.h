@@ -1,4 +1,4 @@
-// Which tokens a query sees, and how a request's are cut into parts.
+// The tokens that a query sees, and the parts that a request's tokens are cut into.
 #pragma once
 #include "arguments.h"
 
@@ -9,16 +9,17 @@ struct Range {
   long first, end;
 };
 
-// A request's query tokens, and the tokens in the pages that any of them sees, cut at multiples of a tile into parts.
-// The cuts depend on the request alone: outputs have the same bits whatever else is served, by however many threads.
+// A request's query tokens, and the tokens in the pages that any of them sees, cut into parts at multiples of a tile.
+// The cuts depend on the request alone: outputs have the same bits, whatever the rest of the batch and the number of
+// threads.
 struct Request {
   long query, tokens, position;  // first query token: its row, and its position; how many
   Range pages;
   long part_tokens, parts;  // at least 1 part
 };
 
-// The first token that query token `number` of a request reads in the ring; those before are in the pages. As
-// `attend` of reference/attention.py, or of latents `page_lens` of reference/latent_attention.py.
+// The first token that query token `number` of a request reads in the ring; it reads earlier tokens in the pages. As in
+// `attend` of reference/attention.py, or for latents `page_lens` of reference/latent_attention.py.
 static inline long ring_begin(const Arguments& a, const Request& request, long r, long number) {
   long end = request.position + number + 1, first = a.ring_first[r];
   if (IS_LATENT && first > 0) first += number;

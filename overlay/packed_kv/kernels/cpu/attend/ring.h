@@ -27,7 +27,7 @@ template <int C> INLINE void score_slot(const uint8_t* slot, const float* querie
 template <int C>
 static void add_slots(const uint8_t* const* slots, long count, const float* scores, int tile, const float* factors,
                       float* sums) {
-  constexpr int AT_ONCE = 2;  // vectors: sums enough that none waits for its last addition
+  constexpr int AT_ONCE = 2;  // vectors: enough sums that none waits for its last addition
   for (int group = 0; group < GROUPS; group++)
     for (int i = group * GROUP_SIZE; i < (group + 1) * GROUP_SIZE; i += AT_ONCE * VECTOR_FLOATS) {
       Floats sum[AT_ONCE][C];

@@ -18,9 +18,9 @@ struct Tables {
   }
 };
 
-// Scores of a part of a micro-block for C columns from `first` on, to `scores` of its first column. `source` calls
-// body(group) for each group, and reads the levels of a group and t. `scales`: of the part, by group. `add(column, sum)`
-// adds what else the scores are sums of.
+// Scores of a part of a micro-block for C columns from `first` on, written to `scores`, the first column's. `source`
+// calls body(group) for each group, and reads the levels of a group and t. `scales`: of the part, by group.
+// `add(column, sum)` adds the other terms of the scores.
 template <int C, class Source, class Add>
 INLINE void score_part(const Columns& columns, int first, const Source& source, const float* scales, float* scores,
                        int tile, Add add) {

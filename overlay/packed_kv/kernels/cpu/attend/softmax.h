@@ -2,8 +2,8 @@
 #pragma once
 #include "columns.h"
 
-// A new maximum is taken over only where it exceeds the old one by this much: sums in fp32 have room for e^20, and
-// products need not be scaled again.
+// A new maximum replaces the old one only where it exceeds it by this much: fp32 sums have room for e^20, and earlier
+// products need no rescaling.
 constexpr float SLACK = 20;
 
 template <class Tile> static void cap_scores(const Tile& tile, int count, float cap) {
@@ -20,14 +20,14 @@ template <class Tile> static void cap_scores(const Tile& tile, int count, float 
   }
 }
 
-// Hides scores of tokens out of `range`; `first`: of the `count` scored ones. `place`: where a score is.
+// Masks scores of tokens outside `range`; `first`: the first of the `count` scored tokens. `place`: index of a score.
 template <class Place> static void mask(float* scores, Range range, long first, int count, Place place) {
   for (int i = 0; i < least(count, range.first - first); i++) scores[place(i)] = -INFINITY;
   for (int i = (int)most(0, range.end - first); i < count; i++) scores[place(i)] = -INFINITY;
 }
 
-// Makes exponentials of a column's `count` scores, a multiple of 16, and brings its total and sums to the same maximum.
-// Returns what an exponential of 1 is in the sums; 0: no score is finite, and exponentials are 0.
+// Turns a column's `count` scores (a multiple of 16) into exponentials, and brings its total and sums to the same
+// maximum. Returns the factor of an exponential of 1 in the sums; 0: no score is finite, and exponentials are 0.
 template <class Tile> static float add_to_softmax(const Tile& tile, int column, int count) {
   float* scores = tile.scores + (long)column * Tile::TOKENS;
   Softmax& softmax = tile.softmax[column];

@@ -1,4 +1,4 @@
-// Loops whose number is a constant.
+// Loops over a constant number of indices.
 #pragma once
 #include "simd.h"
 

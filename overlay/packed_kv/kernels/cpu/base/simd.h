@@ -1,4 +1,4 @@
-// A thin layer of SIMD: vectors of VECTOR_LANES lanes of 128 bits. What works on bytes works within lanes, so that one
+// A thin layer of SIMD: vectors of VECTOR_LANES lanes of 128 bits. Byte operations work within lanes, so that one
 // source serves AVX-512 (4 lanes), AVX2 (2) and NEON (1). `Bytes`: integers of any width; `Floats`: fp32.
 #pragma once
 #include <math.h>
@@ -59,8 +59,8 @@ INLINE Floats exp_of_negative(Floats x) {
   return zero_below(power, x, broadcast(-87.f));
 }
 
-// fp32 of bytes that are unsigned e5m3 and lie in bits 16 to 23 of 32-bit words, times `factor`. Each byte is a finite
-// number here, those of NaN in fp16 too: what is behind a mask never spoils a sum.
+// fp32 of bytes that are unsigned e5m3 and lie in bits 16 to 23 of 32-bit words, times `factor`. Every byte gives a
+// finite number, even one that is NaN in fp16: masked values never spoil a sum.
 constexpr float SCALE_BIAS = 5.192296858534828e33f;  // 2^112: fp32's exponent bias less fp16's
 INLINE Floats decode_scales(Bytes bytes, float factor) {
   return bits_as_floats(SHIFT_LEFT_32(bytes, 4)) * broadcast(SCALE_BIAS * factor);

@@ -1,4 +1,4 @@
-// See simd.h. AVX2 with FMA and F16C; AVX-VNNI where the compiler is told that it is there.
+// See simd.h. AVX2 with FMA and F16C; AVX-VNNI where the compiler has it enabled.
 #pragma once
 #include <immintrin.h>
 

@@ -1,4 +1,4 @@
-// See simd.h. AVX-512 with BW, VL and DQ; VNNI and VBMI where the compiler is told that they are there.
+// See simd.h. AVX-512 with BW, VL and DQ; VNNI and VBMI where the compiler has them enabled.
 #pragma once
 #include <immintrin.h>
 

@@ -15,7 +15,7 @@ static void note(void* data) {
   if (at < seen.room) seen.ids[at] = (uint64_t)pthread_self();
 }
 
-// Asks for as many threads as there is room for, and returns how often work was called.
+// Asks for `room` threads, and returns how often work was called.
 extern "C" __attribute__((visibility("default"))) int64_t thread_ids(uint64_t* ids, int64_t room) {
   Seen seen = {ids, 0, (int)room};
   run_on_threads(note, &seen, (int)room);

@@ -1,12 +1,12 @@
-// Runs work on PyTorch's own OpenMP threads, whichever library they are of: a second pool would spin against the first,
-// and leave the cores that vLLM has bound. libgomp, libomp and libiomp5 all have GOMP_parallel.
+// Runs work on PyTorch's own OpenMP threads, whichever OpenMP library that is: a second pool would spin against the
+// first, and leave the cores to which vLLM has bound it. libgomp, libomp and libiomp5 all have GOMP_parallel.
 #pragma once
 #include <dlfcn.h>
 
 typedef void (*Work)(void*);
 
-// Calls work(data) on `threads` threads of the pool, each once; on the calling one where there is no pool. Work hands
-// itself out by an atomic counter, so any number of threads does all of it.
+// Calls work(data) on `threads` threads of the pool, each once; on the calling one where there is no pool. Threads take
+// work by an atomic counter, so any number of threads does all of it.
 static inline void run_on_threads(Work work, void* data, int threads) {
   typedef void (*Parallel)(Work, void*, unsigned, unsigned);
   if (threads > 1) {

@@ -4,8 +4,8 @@
 //   a vector of words:     128-bit lane L, 32-bit word (e3, parity): for K a token (n3, g), for V a channel (d4, g)
 //   out[2 * e2 + e3]:      16-bit levels, lane L, [parity][e1][e0]
 //
-// so that a product with four 16-bit numbers in the order [e1][e0] that all lanes share sums over those bits: for K
-// channels d3 d0 of a query, for V the weights of tokens n3 n0. The sums over t are sums of products.
+// A product with four 16-bit numbers in the order [e1][e0], the same in all lanes, sums over those bits: for K channels
+// d3 d0 of a query, for V the weights of tokens n3 n0. The sums over t are sums of products.
 #pragma once
 #include "../base/loops.h"
 #include "places.h"
@@ -16,7 +16,7 @@ constexpr int ARRANGED = 2 * WORDS + HAS_HALF;           // vectors of a part of
 constexpr int ARRANGED_BYTES = ARRANGED * PARTS * VECTOR_BYTES;
 
 struct Place {
-  int vector, half;  // of an arranged part; whether the word is in the upper halves of its lanes
+  int vector, half;  // vector of an arranged part; whether the word is in the upper halves of its lanes
 };
 constexpr Place place_of(int word, int t) {
   int start = 0;
@@ -55,12 +55,12 @@ struct Control {
   alignas(64) uint8_t at[64];
 };
 
-// For byte i of a lane, the code e whose bits come there, and where its word begins in the 64 bits around.
+// For byte i of a lane: the code e whose bits go there, and the offset of its word in the surrounding 64 bits.
 constexpr int code_at(int i, int e2) { return (i >> 3 & 1) * 8 + e2 * 4 + (i & 3); }
 constexpr int word_bit(int i) { return (i >> 2 & 1) * 32; }
 
-// ByteLevels by index. With VBMI, an index has 6 bits, and those that are not of the code may be anything; else 4 bits, all
-// of the code. `sign_bit`, `magnitude_mask`: which of the index are the code's.
+// ByteLevels by index. With VBMI, an index has 6 bits, and bits beyond the code may be anything; else it has 4 bits,
+// all of the code. `sign_bit`, `magnitude_mask`: the code's bits in the index.
 struct ByteLevels {
   alignas(64) uint8_t low[64], high[64];
 };
@@ -91,7 +91,7 @@ template <int C> struct CodeOf {
   static constexpr int sign_distance = code.sign_shift[0] - code.magnitude_shift[0];
 };
 
-// 16-bit levels of bytes: those of words 0 and 1 of each lane, then of words 2 and 3.
+// 16-bit levels of bytes: of words 0 and 1 of each lane, then of words 2 and 3.
 INLINE void look_up(Bytes low, Bytes high, Bytes index, Bytes* out) {
 #ifdef HAS_VBMI
   Bytes l = _mm512_permutexvar_epi8(index, low), h = _mm512_permutexvar_epi8(index, high);
@@ -102,7 +102,7 @@ INLINE void look_up(Bytes low, Bytes high, Bytes index, Bytes* out) {
 }
 
 #ifdef HAS_VBMI
-// Positions of 8 bits of 64, of which bit `shifted` is bit_of's.
+// Positions of 8 of 64 bits, such that bit `shifted` is bit_of's.
 constexpr Control make_positions(const Code& code, int e2, Source source, int parity, int shifted) {
   Control control = {};
   for (int i = 0; i < 64; i++)
@@ -144,7 +144,7 @@ template <int C> INLINE void table_of(Bytes* low, Bytes* high) {
 }
 #endif
 
-// Codes of 4 bits: nibble k of a word is magnitude k; signs come under their magnitudes by a shift of the word.
+// Codes of 4 bits: nibble k of a word is magnitude k; a shift of the word puts signs below their magnitudes.
 template <int C> INLINE void decode_nibbles(Bytes x, Bytes low, Bytes high, Bytes* out) {
   static_assert(CODES[C].magnitude_shift[1] == 4 && CODES[C].sign_shift[0] == 7 && CODES[C].sign_shift[4] == 3, "");
   Bytes sign = broadcast_8(8), shifted = SHIFT_RIGHT_32(x, 4);
@@ -160,7 +160,8 @@ template <int C> INLINE void decode_nibbles(Bytes x, Bytes low, Bytes high, Byte
   look_up(low, high, first, out), look_up(low, high, second, out + 2);
 }
 
-// Codes of 5 bits, nibble by nibble, with signs in `s`: an index of 5 bits, or levels of both signs, of which one is taken.
+// Codes of 5 bits, nibble by nibble, with signs in `s`: a look-up by an index of 5 bits, or look-ups of both signs'
+// levels and a choice.
 template <int C, int E2, Source S, int PARITY> INLINE void decode_five(Bytes x, Bytes s, Bytes low, Bytes high, Bytes* out) {
 #ifdef HAS_VBMI
   look_up(low, high, select(broadcast_8(16), take_bits<C, E2, S, PARITY, 4>(s), take_bits<C, E2, MAGNITUDES, 0, 0>(x)), out);
@@ -220,7 +221,7 @@ template <int ROLE, int GROUP, int T> INLINE Bytes signs_in(const uint8_t* arran
   }
 }
 
-// ByteLevels of a group and t of an arranged part. `low`, `high`: of table_of.
+// ByteLevels of a group and t of an arranged part. `low`, `high`: from table_of.
 template <int ROLE, int GROUP, int T> INLINE void decode(const uint8_t* arranged, Bytes low, Bytes high, Bytes* out) {
   constexpr Group group = GROUP_TABLE[ROLE][GROUP];
   constexpr int C = group.code;
@@ -249,8 +250,8 @@ template <int ROLE, int GROUP, int T> INLINE void decode(const uint8_t* arranged
 }
 
 // --- scales ---------------------------------------------------------------------------------------------------------
-// Scale bytes of 16 tokens lie by lane L = n2 n1, n0 and n3 as layout.py draws them; as floats they are wanted in the
-// order of scores, [n2 n1][n3][n0]. A lane has 4 * GROUPS bytes; a vector's lane looks at 16 from `window` on.
+// Scale bytes of 16 tokens lie by lane L = n2 n1, n0 and n3 as layout.py draws them; as floats they are needed in the
+// order of scores, [n2 n1][n3][n0]. A lane has 4 * GROUPS bytes; a vector's lane reads 16 of them from `window` on.
 constexpr int LANE_SCALES = 4 * GROUPS;
 constexpr int scale_byte(int role, int group, int word) {  // word = 2 * n3 + n0
   return scale_at(role, group, (word >> 1) * 8 + (word & 1));
@@ -300,5 +301,5 @@ INLINE void read_scales(const uint8_t* micro_block, int role, float* to) {
   else read(Index<1>{});
 }
 
-// Where a token of a micro-block is in the order of scores: [n2 n1][n3][n0].
+// Index of a micro-block's token in the order of scores: [n2 n1][n3][n0].
 INLINE int place_of_token(int token) { return (token >> 1 & 3) * 4 + (token >> 3) * 2 + (token & 1); }

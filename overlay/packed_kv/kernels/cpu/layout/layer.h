@@ -1,4 +1,4 @@
-// What differs between layers of one layout: rotation, and calibration. `Layer` and `Cache` of layer.py.
+// The differences between layers of one layout: rotation and calibration. `Layer` and `Cache` of layer.py.
 #pragma once
 #include "places.h"
 #include <stdint.h>
@@ -6,10 +6,10 @@
 
 #define EXPORT extern "C" __attribute__((visibility("default")))
 
-// Arrays of two are of K and of V. Latents are K alone.
+// Arrays of two have K's and V's. Latents have only K's.
 struct Layer {
   const float* rotation;          // constants of the rotation, [STORED_DIM]
-  int32_t dim[2];                 // channels of a head, behind which zeros are stored; of latents and RoPE
+  int32_t dim[2];                 // channels of a head (zeros are stored behind them), or of latents and RoPE
   const int32_t* order[2];        // channels in packing order, [heads or 1][STORED_DIM]; null: as they come
   int32_t order_heads[2];
   const float* table[2];          // mean, its partner, first mean, scale, [heads or 1][4][STORED_DIM], in packing order
@@ -27,7 +27,7 @@ struct Layer {
   const float* scale_of(int role, int head) const {
     return scales[role] ? table_of(role, head) + 3 * STORED_DIM : nullptr;
   }
-  // Which mean is taken off at a position; -1: the first one.
+  // Index of the mean that is subtracted at a position; -1: the first mean.
   int64_t mean_number(int role, int64_t position) const {
     if (position == 0) return -1;
     int64_t block = block_tokens[role] ? position / block_tokens[role] : 0;

@@ -1,4 +1,4 @@
-// Where bits lie in a micro-block and in a ring slot, as layout.py draws them. Role 0 is K, and a latent; 1 is V.
+// Positions of bits in a micro-block and in a ring slot, as layout.py draws them. Role 0 is K or a latent; 1 is V.
 #pragma once
 #include "constants.h"
 
@@ -40,7 +40,7 @@ constexpr int bit_of(const Code& code, int e, Source source, int parity) {
 }
 
 // --- scales and RoPE channels ---
-// Byte of a scale among those of its lanes: of row g = n2 n1 n0 of K, of t = n2 n1 of V.
+// Byte of a scale among its lanes' scales: row g = n2 n1 n0 for K, t = n2 n1 for V.
 constexpr int scale_at(int role, int group, int n, int groups = GROUPS) {
   if (role == 0) return (n & 7) * 2 * groups + 2 * group + (n >> 3);
   return (n >> 1 & 3) * 4 * groups + 4 * group + 2 * (n >> 3) + (n & 1);
@@ -53,7 +53,7 @@ constexpr int rope_at(int channel, int n) {
 }
 constexpr int rope_scale_at(int group, int n) { return ROPE_SCALES_AT + scale_at(0, group, n, ROPE_DIM / GROUP_SIZE); }
 
-// --- the ring: byte i of a group is of this channel ---
+// --- the ring: channel of byte i of a group ---
 struct RingOrder {
   unsigned char channel[2][GROUP_SIZE];
   constexpr RingOrder() : channel{} {

@@ -1,11 +1,11 @@
-// A vector made ready for its codes, and the scales and codes of groups: for the store and for packed vectors.
+// Preparation of a vector for coding, and scales and codes of groups: for the store and for packed vectors.
 #pragma once
 #include "../base/numbers.h"
 #include "layer.h"
 #include "vectors16.h"
 #include <type_traits>
 
-static inline bool is_finite(float x) {  // whatever the compiler takes for granted
+static inline bool is_finite(float x) {  // also where the compiler assumes finite numbers
   uint32_t bits;
   memcpy(&bits, &x, 4);
   return (bits & 0x7fffffff) < 0x7f800000;
@@ -15,7 +15,7 @@ static inline float limited(float x) {
   return x < -INPUT_LIMIT ? -INPUT_LIMIT : x;
 }
 
-// As `Codec.prepare`, but for the rotation: a vector of elements of a type. `given`, `mean`: memory.
+// As `Codec.prepare`, without the rotation, for a vector of elements of a type. `given`, `mean`: scratch memory.
 static void prepare_vector(const Layer& layer, int role, int head, int64_t position, const void* from, int type,
                            float* to, float* given, float* mean) {
   const int dim = layer.dim[role];
@@ -37,7 +37,7 @@ static void prepare_vector(const Layer& layer, int role, int head, int64_t posit
 }
 
 // --- a group of 32 channels ---
-// What a magnitude differs by from the nearest of a code's levels, times a scale.
+// Difference of a magnitude to the nearest of a code's levels times a scale.
 template <int C> struct AllLevels {
   Floats levels[CODES[C].magnitudes];
 
@@ -51,8 +51,8 @@ template <int C> struct AllLevels {
   }
 };
 
-// The two levels that a magnitude can be nearest to, by cell: magnitudes are in the cell of the nearest multiple of `width`,
-// those beyond in the last one.
+// The two levels that a magnitude can be nearest to, by cell: magnitudes are in the cell of the nearest multiple of
+// `width`, larger ones in the last cell.
 template <int C> struct Cells {
   static constexpr int COUNT = 16, LAST_LEVEL = CODES[C].magnitudes - 1;
   static constexpr float level(int m) { return CODES[C].levels[m] * CODES[C].unit; }
@@ -72,7 +72,7 @@ template <int C> struct Cells {
     }
   }
 };
-// As AllLevels, by looking up both levels. A level times a scale has 12 significant bits: products are exact, and a
+// Like AllLevels, but looks up two levels. A level times a scale has 12 significant bits: products are exact, and a
 // difference is rounded once.
 template <int C> struct TwoLevels {
   static constexpr Cells<C> cells{};

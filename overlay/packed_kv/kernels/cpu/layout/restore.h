@@ -1,10 +1,10 @@
-// Codes to numbers, and a vector as the model made it.
+// Codes to numbers, and back to a vector as the model made it.
 #pragma once
 #include "../base/numbers.h"
 #include "layer.h"
 #include "vectors16.h"
 
-// Levels of sign-magnitude codes of a width; those of codes that it has not repeat.
+// Levels of sign-magnitude codes of a width; beyond the width's codes, levels repeat.
 template <int C> class SignedLevels {
   struct Table {
     float at[16];  // of both signs, or of 16 magnitudes
@@ -35,8 +35,8 @@ static inline float ring_step(uint8_t scale) {
   return step[0];
 }
 
-// A vector, or a sum of some, to elements of a type: over the scale, plus `mean`, in packing order, if there is one, and
-// in the model's order. `plain`: memory.
+// A vector, or a sum of vectors, to elements of a type: divided by the scale, plus `mean` if there is one (both in
+// packing order), then in the model's order. `plain`: scratch memory.
 static void restore_sum(const Layer& layer, int role, int head, const float* mean, float* vector, void* to, int type,
                         float* plain) {
   const int32_t* order = layer.order_of(role, head);
@@ -52,7 +52,7 @@ static void restore_sum(const Layer& layer, int role, int head, const float* mea
   write_elements(to, result, type, layer.dim[role]);
 }
 
-// As `Codec.restore`, but for the rotation. `plain`, `mean`: memory.
+// As `Codec.restore`, without the rotation. `plain`, `mean`: scratch memory.
 static void restore_vector(const Layer& layer, int role, int head, int64_t position, float* vector, void* to, int type,
                            float* plain, float* mean) {
   if (layer.centres[role]) layer.read_mean(role, head, layer.mean_number(role, position), mean);

@@ -1,10 +1,10 @@
-// The rotations of codecs/rotations.py, of rows of vectors16.h. constants.h names one as ROTATION: what has no struct
-// here does not compile.
+// The rotations of codecs/rotations.py, of rows of vectors16.h. constants.h names one as ROTATION; a rotation without a
+// struct here does not compile.
 #pragma once
 #include "places.h"
 #include "../base/loops.h"
 
-// x[i]: a channel of several vectors. `constants`: of each channel. SIZE: channels that are rotated together.
+// x[i]: a channel of several vectors. `constants`: one for each channel. SIZE: channels that are rotated together.
 namespace rotations {
 
 struct hadamard {
@@ -19,8 +19,8 @@ struct hadamard {
       add_and_subtract<R, 2 * STRIDE>(v);
     }
   }
-  // R rows, `stride` apart: butterflies over 1, 2, ... R / 2 times that. `before`, of the first row on, and `after` are
-  // what numbers are multiplied by; null: nothing.
+  // R rows, `stride` apart: butterflies over 1, 2, ... R / 2 times `stride`. Numbers are multiplied by `before`, from
+  // the first row on, and by `after`; null: they are not.
   template <int R, class Row>
   static INLINE_MEMBER void butterflies(Row* x, int stride, int lane, const float* before, const float* after) {
     Floats v[R];
@@ -32,7 +32,7 @@ struct hadamard {
       for (int i = 0; i < R; i++) v[i] = v[i] * broadcast(after[0]);
     for (int i = 0; i < R; i++) store_floats(x[i * stride] + lane, v[i]);
   }
-  // Blocks of powers of 2, the largest first; each in two passes, over strides below FIRST and from there on.
+  // Blocks of powers of 2, the largest first; each in two passes, over strides below FIRST and strides from FIRST on.
   template <int SIZE, class Row> static void rotate(Row* x, const float* signs, int lane, bool inverse) {
     constexpr int BLOCK = 1 << (31 - __builtin_clz(SIZE)), FIRST = BLOCK < 128 ? 8 : 16, SECOND = BLOCK / FIRST;
     const float norm = (float)(1 / sqrt((double)BLOCK));
@@ -83,8 +83,8 @@ template <int ROLE, class Row> static void rotate(Row* x, const float* constants
     });
   }
 }
-// Rotates the first `count` vectors of STORED_DIM rows, a multiple of VECTOR_FLOATS; or back. All are of one role, unless
-// these are alike.
+// Rotates the first `count` vectors of STORED_DIM rows, a multiple of VECTOR_FLOATS; or back. All vectors have one
+// role, unless both roles are alike.
 template <class Row> static void rotate(Row* x, int role, const float* constants, int count, bool inverse) {
   if (ALIKE || role == 0) rotate<0>(x, constants, count, inverse);
   else rotate<ALIKE ? 0 : 1>(x, constants, count, inverse);

@@ -1,6 +1,6 @@
 // Up to 16 vectors side by side: a row of 16 floats for each channel, so that rotations, sums and searches go down the
-// rows without a shuffle, in the reference's order of operations. What must give the reference's bits is compiled with
-// -ffp-contract=off, so that each operation is rounded on its own.
+// rows without a shuffle, in the reference's order of operations. Code that must give the reference's bits is compiled
+// with -ffp-contract=off, so that each operation is rounded on its own.
 #pragma once
 #include "../base/simd_store.h"
 #include "rotation.h"
@@ -20,7 +20,7 @@ INLINE Floats scale_of(Bytes byte) {
   Floats normal = bits_as_floats(add32(SHIFT_LEFT_32(byte, 20), broadcast_32(112 << 23)));
   return select_floats(where_above(broadcast_32(8), byte), to_floats(byte) * broadcast(0x1p-17f), normal);
 }
-// Bits of the fp16 that numbers of 0 and more round to; those beyond are infinite.
+// fp16 bits of rounded numbers that are not negative; numbers beyond fp16's range become infinite.
 INLINE Bytes half_bits(Floats x) {
   Bytes bits = floats_as_bits(min_floats(x, broadcast(65536.f)));
   Bytes odd = bit_and(SHIFT_RIGHT_32(bits, 13), broadcast_32(1));
@@ -36,7 +36,7 @@ INLINE void transpose(Bytes a, Bytes b, Bytes c, Bytes d, Bytes* out) {
   out[0] = low_words(low_ac, low_bd), out[1] = high_words(low_ac, low_bd);
   out[2] = low_words(high_ac, high_bd), out[3] = high_words(high_ac, high_bd);
 }
-// Lane l of a vector of 4 channels is of vector 4 l and on.
+// Of 4 channels at a time, 128-bit lane l has those of vectors 4 l and on.
 static inline void to_rows(const Vector* vectors, Row* x, int channels, int count) {
   const long next = sizeof(Vector);
   for (int lane = 0; lane < count; lane += VECTOR_FLOATS)

@@ -1,4 +1,4 @@
-// The words of a micro-block that the codes of a group lie in.
+// The words of a micro-block that hold the codes of a group.
 #pragma once
 #include "places.h"
 #include <stdint.h>
@@ -8,14 +8,14 @@ constexpr int MOST_SLOTS = 16;
 // One part of the codes of a group, magnitudes or signs: its bits in the words of a micro-block, by channel of the
 // group and token. Channels share a slot if, token by token, their bits lie in the same words.
 struct Part {
-  int from, mask, slots;                   // lowest bit of the part in a code; its bits, shifted down by that
+  int from, mask, slots;                   // lowest bit of the part in a code; mask of its bits, shifted down by that
   bool joins_halves, joins_pairs;          // tokens n and n + 8, or 2 n and 2 n + 1, have the same words
   uint8_t slot[GROUP_SIZE];                // by channel
-  uint8_t shift[GROUP_SIZE][MICRO_BLOCK];  // by channel and token: where the part begins in its word
-  uint32_t bits[MOST_SLOTS][MICRO_BLOCK];  // by slot and token: all of them in the word
-  uint32_t whole[MOST_SLOTS][MICRO_BLOCK]; // by slot and first of the tokens that share a word: the bits of them all
+  uint8_t shift[GROUP_SIZE][MICRO_BLOCK];  // by channel and token: bit at which the part begins in its word
+  uint32_t bits[MOST_SLOTS][MICRO_BLOCK];  // by slot and token: mask of all its bits in the word
+  uint32_t whole[MOST_SLOTS][MICRO_BLOCK]; // by slot and first of the tokens that share a word: mask of all their bits
 
-  // `words`: that the part of a group has of a lane.
+  // `words`: words of a lane that the part of a group takes.
   void fill(int role, const Code& code, Source source, int parity, int words) {
     from = source == MAGNITUDES ? 0 : code.bits - 1, mask = source == MAGNITUDES ? (1 << (code.bits - 1)) - 1 : 1;
     slots = role ? 8 * words : 4;

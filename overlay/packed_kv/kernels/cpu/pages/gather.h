@@ -1,6 +1,6 @@
 // A request's tokens, out of its pages and its ring, in the model's dtype, rounded once. K and V as the model made
-// them, rotated back: equal to `PagedCodec.read`, `codecs/ring.py` and `Codec.restore`. Latents with their RoPE
-// channels as they are stored, as queries and weights meet them: equal to `LatentCodec.read`.
+// them, rotated back: equal to `PagedCodec.read`, `codecs/ring.py` and `Codec.restore`. Latents and RoPE channels stay
+// as stored, in the basis of folded queries and weights: equal to `LatentCodec.read`.
 //
 // 16 tokens of a head are worked on side by side (vectors16.h).
 #pragma once
@@ -58,7 +58,7 @@ struct MicroBlock {
     const uint8_t* from = call.pages.micro_block(slot / 16, head);
     for (int role = 0; role < ROLES; role++) {
       for (int g = 0; g < GROUPS; g++) {
-        uint8_t bytes[16];  // 0 of tokens that are not there: theirs may be any
+        uint8_t bytes[16];  // 0 for missing tokens, whose bytes may be anything
         for (int n = 0; n < 16; n++) bytes[n] = n < count ? from[SCALES_AT[role] + scale_at(role, g, n)] : 0;
         unpack(from, WORD_PLACES.planes[role][g], codes);
         unrolled<WIDTHS>([&](auto code) {

@@ -1,4 +1,4 @@
-// What writes the pages of a layout and what reads them: store.py, gather.py, latent_pages.py.
+// The writer and the reader of a layout's pages, for store.py, gather.py and latent.py.
 #include "gather.h"
 #include "store.h"
 

@@ -1,8 +1,8 @@
 // Store of new tokens: rotate, search the scales, code, pack into pages; and at 8 bits into the ring of recent tokens.
 // The bytes equal those of the references: `PagedCodec.write`, `LatentCodec.write` and `codecs/ring.py`.
 //
-// Up to 16 vectors are worked on side by side (vectors16.h): a micro-block of K or V of one head, or vectors of several
-// micro-blocks and heads, of K and V, as in a step of decodes.
+// Up to 16 vectors are processed side by side (vectors16.h): a micro-block of K or V of one head or, as in a step of
+// decodes, K and V vectors of several micro-blocks and heads.
 #pragma once
 #include "../base/threads.h"
 #include "../layout/quantize.h"
@@ -13,7 +13,7 @@ struct Store {
   const Layer* layer;
   Cache pages, ring;          // without data: not written
   const int64_t* slots;       // by token; negative: in no page
-  const int32_t* ring_slots;  // of the first `ring_tokens` tokens; negative: not in the ring
+  const int32_t* ring_slots;  // for the first `ring_tokens` tokens; negative: not in the ring
   const int64_t* positions;   // by token; null where no mean depends on them
   const void* vectors[2];     // K and V, or latents and RoPE channels
   int64_t token_stride[2], head_stride[2];  // in numbers
@@ -34,7 +34,7 @@ INLINE void replace_bits(uint8_t* micro_block, const Plane& plane, int slot, int
   if (plane.is_half) replace<uint16_t>(micro_block + plane.at[slot][token], bits, by);
   else replace<uint32_t>(micro_block + plane.at[slot][token], bits, by);
 }
-// A part of codes [32][16 tokens], at its bits of words by slot and token.
+// Moves a part of codes [32][16 tokens] to its bits in words, by slot and token.
 static void collect(const Part& part, const uint8_t (*codes)[WIDE], uint32_t (*words)[WIDE]) {
   Bytes mask = broadcast_32(part.mask), from = broadcast_32(part.from);
   for (int c = 0; c < 32; c++)
@@ -44,8 +44,8 @@ static void collect(const Part& part, const uint8_t (*codes)[WIDE], uint32_t (*w
       store(word, bit_or(load(word), shift_left(bits, load_bytes(part.shift[c] + lane))));
     }
 }
-// Puts words of all tokens into the words that they share. `whole`: the bits that are replaced, of the first of those
-// tokens; null: all.
+// Puts words of all tokens into the words that they share. `whole`: the bits to replace, for the first of those tokens;
+// null: all bits.
 static void put_whole(uint8_t* to, const Plane& plane, const uint32_t (*whole)[MICRO_BLOCK], uint32_t (*words)[WIDE]) {
   const Part& part = *plane.part;
   for (int s = 0; s < part.slots; s++) {
@@ -58,8 +58,8 @@ static void put_whole(uint8_t* to, const Plane& plane, const uint32_t (*whole)[M
       else memcpy(to + plane.at[s][n], &words[s][n], 4);
   }
 }
-// Puts codes [32][16 tokens] of the `count` tokens `present` into a group's words; the bits of others stay. `is_one`:
-// magnitudes and signs fill the same words.
+// Puts codes [32][16 tokens] of the `count` tokens `present` into a group's words; other tokens' bits stay. `is_one`:
+// magnitudes and signs are in the same words.
 static void pack(uint8_t* to, const Plane* planes, bool is_one, const uint8_t (*codes)[WIDE], const uint8_t* present,
                  int count) {
   alignas(64) uint32_t words[MOST_SLOTS][WIDE];
@@ -78,7 +78,7 @@ static void pack(uint8_t* to, const Plane* planes, bool is_one, const uint8_t (*
 }
 
 // --- up to 16 vectors ---
-// Those of one head, of K or V, of the kept tokens `first` .. `end` - 1, which share a micro-block.
+// The vectors of one head, K or V, of the kept tokens `first` .. `end` - 1, which share a micro-block.
 struct Item {
   int32_t first, end, head, role;
 };
@@ -126,7 +126,7 @@ struct Batch {
           unrolled<WIDTHS>([&](auto code) {
             if (GROUP_TABLE[role][g].code == code) quantize<code.value>(group, lane, codes + 32 * g, scales[g]);
           });
-        // RoPE channels are in the page as in the ring.
+        // RoPE channels have the same form in the page and in the ring.
         if (any_ring || g >= GROUPS) quantize_for_ring(group, lane, ring_codes + 32 * g, ring_scales[g]);
       }
     for (int row = 0; count; row += items->end - items->first, items++, count--) {
@@ -181,7 +181,7 @@ struct Batch {
 };
 
 // --- the call ---
-// Splits the tokens into items and these into batches.
+// Splits the tokens into items, and the items into batches.
 struct StorePlan {
   const Store& call;
   int32_t* kept;
@@ -211,7 +211,7 @@ struct StorePlan {
   }
 };
 
-// Tokens of one micro-block follow one another, those in no page aside. Returns 0, or 1: there is no memory.
+// Tokens of one micro-block follow one another, apart from tokens that go to no page. Returns 0, or 1: out of memory.
 EXPORT int pk_store(const Store* call) {
   const size_t most = 2 * (size_t)call->tokens * call->kv_heads;
   int32_t* memory = (int32_t*)malloc(most * sizeof(Item) + 4 * (call->tokens + most + 1));

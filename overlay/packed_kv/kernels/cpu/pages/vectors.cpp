@@ -1,9 +1,9 @@
 // Vectors packed one by one, as `Codec.encode` packs them: the codes of each run of groups of one width as a stream of
-// bits, then the scales; and the newest tokens at 8 bits, as a ring has them. The bytes equal the reference's, and the
-// numbers that are read do, rounded once. For a cache outside of vLLM (`transformers.py`).
+// bits, then the scales; and the newest tokens at 8 bits, as a ring has them. Bytes equal the reference's, and numbers
+// read back equal the reference's rounded once. For a cache outside of vLLM (`transformers.py`).
 //
-// 16 vectors are worked on side by side (vectors16.h). 32 codes of b bits are b whole words, so what is done to a channel
-// of a group is known when this is compiled.
+// 16 vectors are worked on side by side (vectors16.h). 32 codes of b bits are b whole words, so the compiler knows the
+// operations for each channel of a group.
 #include "../base/threads.h"
 #include "../layout/quantize.h"
 #include "../layout/restore.h"
