@@ -184,8 +184,8 @@ class Launch:
         return kernel, *kinds, *self.constants.items(), *self.options.items()
 
     def _compilation(self, grid: Grid, tensors: tuple[torch.Tensor, ...], arguments: Arguments) -> Callable[[], None]:
-        """A function that compiles for these arguments, in any thread, and keeps none of the tensors. The interpreter
-        compiles nothing."""
+        """A function that compiles the kernel for these arguments, in any thread. It holds no tensor. Under the
+        interpreter it does nothing."""
         warmup, values = getattr(self.kernel, "warmup", None), (*tensors, *arguments.values, *self.fixed.values)
         device = next((x.device.index for x in _leaves(values) if isinstance(x, torch.Tensor) and x.is_cuda), -1)
         values = tuple(map(_stand_in, values))

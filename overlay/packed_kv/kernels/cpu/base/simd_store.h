@@ -1,11 +1,11 @@
 // Operations that only the store and the gather need. On 32-bit words:
 //
-//   smaller_magnitude(a, b)   the smaller of |a| and |b|; its sign does not count
-//   nearer(least, x, level)   the smaller of |x - level| and |least|; likewise
+//   smaller_magnitude(a, b)   the smaller of |a| and |b|, with either sign
+//   nearer(least, x, level)   the smaller of |x - level| and |least|, with either sign
 //   count_above(n, a, b)      n + (a > b)
 //   where_less, where_above   all bits of the words where a < b, a > b
 //   load_bytes, store_bytes   a byte of memory for each word, unsigned
-//   Levels(levels)(code)      levels[code]; of a code the lowest 4 bits count where HAS_FAST_LEVELS, else it is 0 .. 15
+//   Levels(levels)(code)      levels[code] of a code from 0 to 15; with HAS_FAST_LEVELS higher bits are ignored
 #pragma once
 #include "simd.h"
 
