@@ -19,6 +19,8 @@ template <int COUNT, int I = 0, class Function> INLINE void for_each(Function&& 
 struct Group {
     int bits, word, sign_word, parity;
     float factor;
+    constexpr int last_word() const { return word + (bits >= 4); }
+    constexpr bool has_sign_word() const { return bits == 5 || bits == 3; }  // else signs lie among the codes
 };
 constexpr int GROUPS = HEAD_DIM / 32;
 
@@ -81,11 +83,11 @@ INLINE void load_group_words(Words<Vector>& words, u32 address, u32 half_words, 
     constexpr Group group = Vector::group(GROUP);
     if constexpr (START < Vector::WORDS) {
         constexpr int width = Vector::chunk_width(CHUNK), end = START + width;
-        constexpr bool has_codes = group.word < end && group.word + (group.bits >= 4) >= START;
-        constexpr bool has_signs = group.bits % 2 && group.sign_word >= START && group.sign_word < end;
+        constexpr bool has_codes = group.word < end && group.last_word() >= START;
+        constexpr bool has_signs = group.has_sign_word() && group.sign_word >= START && group.sign_word < end;
         if constexpr (has_codes || has_signs) load_chunk<width>(words.word + START, address + 128 * START, lane);
         load_group_words<GROUP, CHUNK + 1, end>(words, address, half_words, lane);
-    } else if constexpr (Vector::HAS_HALF && group.bits % 2 && group.sign_word == Vector::WORDS) {
+    } else if constexpr (Vector::HAS_HALF && group.has_sign_word() && group.sign_word == Vector::WORDS) {
         words.word[Vector::WORDS] = load_half_word(half_words, lane);
     }
 }

@@ -252,7 +252,7 @@ def _index(x, step_size, inverse, words):
 
 
 @triton.jit
-def _nearest_threshold(x, step_size, inverse, LEVELS: tl.constexpr):
+def _nearest_threshold(x, inverse, LEVELS: tl.constexpr):
     """|x|, and the number, fp32, of the threshold nearest to it between evenly spaced levels, 1 to len(LEVELS) - 1. One
     of the two levels beside that threshold is the nearest, however the product is rounded: rounding matters only near
     the middle of two thresholds. With a step size of 0 the number is arbitrary."""
@@ -304,7 +304,7 @@ def _group_error(x, step_size, index, words, CODE: tl.constexpr, BINS: tl.conste
         distance = step_size * SPACING
         inverse = 1 / tl.maximum(distance, 2.0**-40)
         for k in tl.static_range(8):
-            magnitude, number = _nearest_threshold(x[k], step_size, inverse, LEVELS)
+            magnitude, number = _nearest_threshold(x[k], inverse, LEVELS)
             below, above = product(distance, number - 0.5), product(distance, number + 0.5)
             nearest = tl.minimum(tl.abs(magnitude - below), tl.abs(magnitude - above))
             terms += (product(nearest, nearest),)
@@ -350,7 +350,7 @@ def quantize(x, scale, CODE: tl.constexpr, BINS: tl.constexpr):
         distance = step_size * SPACING
         inverse = 1 / tl.maximum(distance, 2.0**-40)
         for k in tl.static_range(8):
-            magnitude, number = _nearest_threshold(x[k], step_size, inverse, LEVELS)
+            magnitude, number = _nearest_threshold(x[k], inverse, LEVELS)
             is_above = magnitude > product(distance, number)
             index = number.to(tl.int32) - tl.where(is_above, 0, 1)
             # with a step size of 0 all thresholds are 0
