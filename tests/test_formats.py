@@ -14,10 +14,18 @@ from packed_kv.formats import CODES, CODES_PER_LANE, FORMAT_VERSION, MAX_SCALE_B
 from packed_kv.layout import MICRO_BLOCK, page_layout
 
 PACKAGE = REPO / "overlay" / "packed_kv"
+SLOT_BYTES = {
+    "isoquant3": 104, "isoquant4": 136, "planarquant3": 104, "planarquant4": 136,
+    "turboquant25": 80, "turboquant35": 112, "tq3": 104, "tq4": 136,
+}  # fmt: skip
 BITS_PER_CHANNEL = {"3": 3.25, "4": 4.25, "25": 2.5, "35": 3.5}
 """Digits at the end of a dtype's name -> its bits, with scale bytes, per channel of heads of 128."""
 
 head_dims = pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256], ids="d{}".format)
+
+
+def test_slot_bytes_of_the_design():
+    assert {name: fmt.slot_bytes(128) for name, fmt in FORMATS.items()} == SLOT_BYTES
 
 
 def test_the_page_on_formats_describes_this_version():
@@ -79,12 +87,13 @@ def test_one_vector_may_be_all_of_a_page(fmt):
 
 @pytest.mark.parametrize("bits", CODES)
 def test_magnitudes_are_ascending_bytes(bits):
-    """Integers below 256 over 128, so that a kernel may look them up as bytes."""
+    """Integers below 256 over 128, so that a kernel may look them up as bytes; up to 4 bits exact in e4m3, too."""
     torch = pytest.importorskip("torch")
     levels = torch.tensor(CODES[bits].magnitudes)
     assert len(levels) == 2 ** (bits - 1)
     assert (levels.diff() > 0).all()
     assert torch.equal(128 * levels, (128 * levels).round()) and 128 * levels.max() < 256
+    assert torch.equal(levels.to(torch.float8_e4m3fn).float(), levels) or bits == 5
 
 
 @pytest.mark.parametrize("code", CODES.values(), ids="{0.bits} bits".format)

@@ -39,6 +39,7 @@ def test_candidates_have_the_bytes_and_words_of_the_dtype() -> None:
     assert candidates(FORMATS["tq4"], 128) == [(5, 5, 4, 2), (5, 5, 3, 3), (5, 4, 4, 3)]
     assert not candidates(FORMATS["tq4"], 256), "5 bits are slow there"
     assert candidates(FORMATS["turboquant35"], 64) == [(5, 2)]
+    assert candidates(FORMATS["turboquant35"], 128) == [(5, 4, 2, 2), (5, 3, 3, 2), (4, 4, 3, 2)]
     assert candidates(FORMATS["tq3"], 64) == [(4, 2)]
     assert candidates(FORMATS["tq3"], 128) == [(5, 3, 2, 2), (4, 4, 2, 2), (4, 3, 3, 2)]
     assert not any(candidates(FORMATS["turboquant25"], size) for size in (64, 128))

@@ -42,7 +42,7 @@ def choose_for(patch: pytest.MonkeyPatch, capability: tuple[int, int]) -> None:
 
 
 class Properties:
-    """What PyTorch says of a GPU, but for its compute capability."""
+    """Properties of a GPU as PyTorch has them, with another compute capability."""
 
     def __init__(self, card: Any, capability: tuple[int, int]) -> None:
         self.card = card

@@ -1,5 +1,4 @@
-"""What `--as-capability` rests on: kernels are chosen and compiled for an older GPU, and ptxas assembles them for this
-one."""
+"""Kernels under `--as-capability`: chosen and compiled for an older GPU, and assembled by ptxas for this one."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ def test_every_dtype_has_its_figures() -> None:
         for calibrated in (True, False):
             for rope_bits in (None, 16, 8):
                 found = {dtype: measured.kl(dtype, has_window, calibrated, rope_bits) for dtype in FORMATS}
-                lacking = [dtype for dtype, kl in found.items() if not kl]
+                lacking = [dtype for dtype, kl in found.items() if kl is None or kl <= 0]
                 assert not lacking, f"no figures of {lacking}: CONTRIBUTING.md says what to measure"
                 assert measured.kl("bf16", has_window, calibrated, rope_bits) == 0
 

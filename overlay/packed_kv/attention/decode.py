@@ -265,7 +265,8 @@ class CudaPairs(DecodeKernel[CudaPairStep, None]):
         self.counters = grids.make_counters(limits.max_requests, self.grid_inputs, columns, device)
         self.schedulers = grids.make_schedulers(limits.max_requests, self.grid_inputs, columns, device)
         self.prefix: FusedPrefix | None = None
-        has_passes = generation.cuda_columns == COLUMNS and self.shape.head_dim != LARGE_HEAD  # not timed of these
+        # no GPU has timed passes over large heads
+        has_passes = generation.cuda_columns == COLUMNS and self.shape.head_dim != LARGE_HEAD
         if limits.max_tokens and layer.shard == UNSHARDED and has_passes:
             self.prefix = FusedPrefix(layer.codec.layout, self.shape, self.grid_inputs, self.matrix, limits)
             self.pass_limits = self.prefix.limits

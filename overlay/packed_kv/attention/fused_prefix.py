@@ -42,7 +42,7 @@ class FusedPrefix:
 
     Args:
         page: layout of the cache.
-        shape, inputs, matrix: those of the layer's decode kernel.
+        shape, inputs, matrix: of the layer's decode kernel.
         limits: limits of steps.
     """
 

@@ -214,8 +214,8 @@ class TritonLatents(DecodeKernel[TritonLatentStep, Attended]):
 
 
 class HopperLatentStep(NamedTuple):
-    """Arguments and grids of a step's launches. `ring`: those of the ring's launch, if any. `tensors` keeps tensors
-    alive whose addresses are arguments."""
+    """Arguments and grids of a step's launches; `ring` has the launch that reads the ring, if there is one. `tensors`
+    keeps tensors alive whose addresses are arguments."""
 
     memory: LatentMemory
     decode: cuda.Step

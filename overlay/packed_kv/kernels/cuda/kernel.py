@@ -49,7 +49,7 @@ class CudaKernel(ABC, Generic[Key]):
     """The kernels of a source over the memory of one layer. A key tells its variants apart.
 
     Args:
-        layer_at: bytes of the arguments before the layer's own: those of the call and the step.
+        layer_at: bytes of the arguments of the call and the step, which stand before the layer's.
         layer: the layer's arguments, which are fixed.
         device: index of the device; None: a CPU's, where nothing is launched.
     """
