@@ -225,17 +225,18 @@ template <int ROLE, int GROUP, int T> INLINE Bytes signs_in(const uint8_t* arran
 template <int ROLE, int GROUP, int T> INLINE void decode(const uint8_t* arranged, Bytes low, Bytes high, Bytes* out) {
   constexpr Group group = GROUP_TABLE[ROLE][GROUP];
   constexpr int C = group.code;
-  if constexpr (CODES[C].bits == 4) {
+  if constexpr (CODES[C].bits >= 4) {
     constexpr Place place = place_of(group.word, T);
     static_assert(place.half == 0, "the two words of a group are a pair");
-    decode_nibbles<C>(load(arranged + place.vector * VECTOR_BYTES), low, high, out);
-  } else if constexpr (CODES[C].bits == 5) {
-    constexpr Source source = signs_of(group);
-    constexpr Place place = place_of(group.word, T);
-    static_assert(place.half == 0, "the two words of a group are a pair");
-    Bytes x = load(arranged + place.vector * VECTOR_BYTES), s = signs_in<ROLE, GROUP, T>(arranged);
-    decode_five<C, 0, source, group.parity>(x, s, low, high, out);
-    decode_five<C, 1, source, group.parity>(x, s, low, high, out + 2);
+    Bytes x = load(arranged + place.vector * VECTOR_BYTES);
+    if constexpr (CODES[C].bits == 4) {
+      decode_nibbles<C>(x, low, high, out);
+    } else {
+      constexpr Source source = signs_of(group);
+      Bytes s = signs_in<ROLE, GROUP, T>(arranged);
+      decode_five<C, 0, source, group.parity>(x, s, low, high, out);
+      decode_five<C, 1, source, group.parity>(x, s, low, high, out + 2);
+    }
   } else if constexpr (CODES[C].bits == 3) {
     constexpr Source source = signs_of(group);
     Bytes x = word_of<group.word, T>(arranged), s = signs_in<ROLE, GROUP, T>(arranged);
