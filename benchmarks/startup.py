@@ -140,8 +140,9 @@ def measure(dtype: str, started: float, model: Path, options: argparse.Namespace
         kernels.watch_triton(started)
     time_steps(seconds)
     compilation = {"cudagraph_capture_sizes": bench_engine.graph_sizes(MAX_REQUESTS)} if options.compile else None
+    folder = _model(model, config_of(options.model, options.layers))
     llm: LLM = bench_engine.start(
-        options.model or _model(model, options.layers), dtype, MAX_LEN, MAX_REQUESTS, int(options.kv_cache_memory),
+        folder, dtype, MAX_LEN, MAX_REQUESTS, int(options.kv_cache_memory),
         chunk=STEP_TOKENS, enable_prefix_caching=True, compilation=compilation,
     )  # fmt: skip
     ready = time.monotonic() - started
@@ -173,13 +174,19 @@ def measure(dtype: str, started: float, model: Path, options: argparse.Namespace
     }  # fmt: skip
 
 
-def _model(folder: Path, layers: int) -> str:
-    """Put the config of an 8B-shaped model of `layers` layers into a folder. Its name is in vLLM's keys of what
-    torch.compile made, so a warm start has that of the cold one."""
+def config_of(model: str | None, layers: int | None) -> dict[str, Any]:
+    """The config of a model's folder, or of the 8B-shaped model, with `layers` layers if they are given."""
     import bench_engine
 
+    config = json.loads(Path(model, "config.json").read_text()) if model else bench_engine.MODEL_8B
+    return {**config, "num_hidden_layers": layers or config["num_hidden_layers"]}
+
+
+def _model(folder: Path, config: dict[str, Any]) -> str:
+    """Put a config into a folder. Its name is in vLLM's keys of what torch.compile made, so a warm start has that of
+    the cold one."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps({**bench_engine.MODEL_8B, "num_hidden_layers": layers}))
+    (folder / "config.json").write_text(json.dumps(config))
     return str(folder)
 
 
@@ -249,7 +256,8 @@ def run_case(dtype: str, caches: Path, state: str, commit: str, tree: str, optio
         print(f"{dtype} {state} failed: {output[-3000:]}", flush=True)
         return False
     case = {"dtype": dtype, "caches": state, "torch_compile": "yes" if options.compile else "no",
-            "layers": "" if options.model else options.layers, "cpus": len(os.sched_getaffinity(0))}  # fmt: skip
+            "layers": config_of(options.model, options.layers)["num_hidden_layers"],
+            "cpus": len(os.sched_getaffinity(0))}  # fmt: skip
     row = {**case, **found[0], "commit": commit}
     if state != FIRST:
         rows.append(options.csv, row)
@@ -274,7 +282,7 @@ def main() -> int:
     add("--states", nargs="+", default=["cold", "warm"], choices=["cold", "warm"], help="default: both")
     add("--caches", type=Path, help="folder of the caches, to go on with (default: a temporary one)")
     add("--compile", action="store_true", help="torch.compile")
-    add("--layers", type=int, default=36, help="of the 8B-shaped model (default: %(default)s)")
+    add("--layers", type=int, help="of the model (default: all)")
     add("--model", help="folder of another model, for its shape (default: 8B-shaped)")
     add("--kv-cache-memory", type=float, default=CACHE_BYTES, help="bytes (default: %(default)s)")
     add("--timeout", type=int, default=300, help="seconds of a start (default: %(default)s)")

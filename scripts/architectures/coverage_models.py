@@ -89,7 +89,18 @@ def with_text(model_type: str, text: Config, **options: Any) -> Config:
     return {"model_type": model_type, "text_config": text, "tie_word_embeddings": False, **options}
 
 
+def quarter_of_heads(sections: list[int]) -> Config:
+    """RoPE of a quarter of a head's channels, by three positions, each of so many pairs of channels."""
+    return {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25, "mrope_interleaved": True,
+            "mrope_section": sections}  # fmt: skip
+
+
 VISION: Config = {"hidden_size": 64, "intermediate_size": 64, "num_heads": 2, "depth": 2, "out_hidden_size": 256}
+QWEN3_5 = tiny("qwen3_5_text", DELTA_NET, head_dim=256)
+QWEN3_5_MOE = tiny(
+    "qwen3_5_moe_text", DELTA_NET, EXPERTS, num_experts=4, shared_expert_intermediate_size=128, head_dim=128
+)
+QWEN3_5_VISION: Config = {**VISION, "num_position_embeddings": 64}
 DENSE = {
     "LlamaForCausalLM": tiny("llama"),
     "MistralForCausalLM": tiny("mistral", sliding_window=WINDOW),
@@ -216,10 +227,8 @@ HYBRIDS: dict[str, Config] = {
     "Qwen3NextForCausalLM": tiny(
         "qwen3_next", DELTA_NET, EXPERTS, num_experts=4, shared_expert_intermediate_size=128, head_dim=128,
     ),
-    "Qwen3_5ForCausalLM": tiny("qwen3_5_text", DELTA_NET, head_dim=256),
-    "Qwen3_5MoeForCausalLM": tiny(
-        "qwen3_5_moe_text", DELTA_NET, EXPERTS, num_experts=4, shared_expert_intermediate_size=128, head_dim=128,
-    ),
+    "Qwen3_5ForCausalLM": QWEN3_5,
+    "Qwen3_5MoeForCausalLM": QWEN3_5_MOE,
     "OlmoHybridForCausalLM": tiny("olmo_hybrid", heads(64), DELTA_NET, linear_num_key_heads=4),
     "FalconH1ForCausalLM": tiny("falcon_h1", MAMBA2, mamba_d_ssm=512),
     "GraniteMoeHybridForCausalLM": tiny(
@@ -274,6 +283,12 @@ VISION_LANGUAGE: dict[str, Config] = {
         tiny("qwen3_vl_text",
              rope_parameters={"rope_type": "default", "rope_theta": 1e6, "mrope_section": [12, 10, 10]}),
         vision_config={**VISION, "deepstack_visual_indexes": [0], "num_position_embeddings": 64},
+    ),
+    "Qwen3_5ForConditionalGeneration": with_text(
+        "qwen3_5", {**QWEN3_5, "rope_parameters": quarter_of_heads([11, 11, 10])}, vision_config=QWEN3_5_VISION,
+    ),
+    "Qwen3_5MoeForConditionalGeneration": with_text(
+        "qwen3_5_moe", {**QWEN3_5_MOE, "rope_parameters": quarter_of_heads([6, 5, 5])}, vision_config=QWEN3_5_VISION,
     ),
     "Gemma3ForConditionalGeneration": with_text(
         "gemma3", tiny("gemma3_text", sliding(), head_dim=128, tie_word_embeddings=True),

@@ -399,8 +399,10 @@ def test_a_warm_start_has_the_model_of_the_cold_one(monkeypatch: pytest.MonkeyPa
     assert startup.main() == 1, "no worker printed a row"
     cold, warm, *other = models
     assert cold == warm and len(other) == 2 and {*other}.isdisjoint({cold})
-    config = json.loads(Path(startup._model(cold, 3), "config.json").read_text())
+    config = json.loads(Path(startup._model(cold, startup.config_of(None, 3)), "config.json").read_text())
     assert config["num_hidden_layers"] == 3
+    qwen = startup.config_of(str(REPO / "benchmarks" / "shapes" / "qwen3.8-27b"), None)
+    assert (qwen["num_hidden_layers"], qwen["head_dim"]) == (64, 256)
 
 
 def test_the_gpu_tests_load_and_the_cases_of_the_memory_check_exist() -> None:
