@@ -18,6 +18,7 @@ from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -69,6 +70,8 @@ def start(
     from vllm import LLM
 
     given = more.pop("additional_config", {})
+    if find_spec("flashinfer") is None:  # which vLLM takes on Hopper for prompts of gated delta nets, there or not
+        given = {"gdn_prefill_backend": "triton", **given}
     if recent_tokens is not None:
         given = {**given, "packed_kv": {**given.get("packed_kv", {}), "recent_tokens": recent_tokens}}
     if compilation is None:
