@@ -63,6 +63,39 @@ def kept_tasks(name: str) -> list[Row]:
     return rows
 
 
+def solvable(name: str) -> dict[str, list[tuple[bool, float]]]:
+    """By dtype, of all tasks that the baseline solves: whether it solves one, and its answer's log-probability."""
+    found = {row["dtype"]: row["answers"] for row in json.loads((RESULTS / name).read_text())["rows"]}
+    base = found.pop(BASELINE)
+    return {
+        dtype: [
+            (solved, log_prob)
+            for known, part in zip(base, parts, strict=True)
+            for counts, solved, log_prob in zip(known["solved"], part["solved"], part["log_probs"], strict=True)
+            if counts
+        ]
+        for dtype, parts in found.items()
+    }
+
+
+def paired_tasks(rows: list[Row]) -> Sequence[Row]:
+    """A row per dtype and file: how many tasks are `solved` of those that the baseline solves, and the nats that an
+    answer has `regained` since the first file, paired by task."""
+    answers = {name: solvable(name) for name in dict.fromkeys(row["file"] for row in rows)}
+    first = next(iter(answers.values()))
+    made: dict[tuple[str, str], Row] = {}
+    for row in rows:
+        if (dtype := row["dtype"]) != BASELINE:
+            ours = answers[row["file"]][dtype]
+            more = [log_prob - before for (_, log_prob), (_, before) in zip(ours, first[dtype], strict=True)]
+            error = statistics.stdev(more) / math.sqrt(len(more))
+            made[dtype, row["file"]] = {
+                **row, "solved": f"{sum(solved for solved, _ in ours)} of {len(ours)}",
+                "regained": f"{statistics.fmean(more):+.2f} ± {error:.2f}" if any(more) else "",
+            }  # fmt: skip
+    return in_order(list(made.values()))
+
+
 def behind(*places: str, dtypes: Sequence[str] = ()) -> Callable[[list[Row]], Sequence[Row]]:
     """Rows of prompts with `kl_share` at the same `places`: the mean of the texts, unless `places` has them.
 

@@ -17,6 +17,7 @@ from quality_rows import (
     beside_others,
     forced,
     gains,
+    paired_tasks,
     tasks,
 )
 from table_rows import (
@@ -162,6 +163,7 @@ SPECS: Mapping[str, Sequence[Spec]] = {
              "GPUs", "dtype": "ms"}, STEP, CASE, LONG | {"requests": ("32", "128", "8", "1"), "dtype": ("auto", "fp8",
              "tq4")}),
         Spec("gpt-oss", "release/h100/gpt_oss.csv", STEPS, STEP, CASE),
+        Spec("qwen-steps", "qwen3.8-27b.csv", STEPS, STEP, CASE),
         Spec("latent-steps", "release/glm_flash.csv", STEPS, STEP, CASE),
         Spec("sparse-steps", "release/sparse.csv", ROPE_BITS, with_kernels, CASE, base=FP8_CACHE),
         Spec("kimi-steps", "release/kimi_linear.csv", STEPS, STEP, CASE),
@@ -197,6 +199,7 @@ SPECS: Mapping[str, Sequence[Spec]] = {
     ),
     "docs/server.md": (
         Spec("agents", "agents.csv", {"dtype": "24 agents, 12 GB of KV cache"}, AGENTS, prepare=in_modes),
+        Spec("agents-48", "agents_48.csv", {"dtype": "48 agents, 12 GB of KV cache"}, AGENTS, prepare=in_modes),
         Spec("agents-load", "agents_load.csv", {"dtype": "1.5 turns/s, 12 GB of KV cache"}, AGENTS, prepare=in_modes),
         Spec("throughput", "release/throughput.csv", {"dtype": "20 GB of KV cache"}, WAVE),
         Spec("server-summary", "release/serve_96.csv", {"dtype": "96 requests at once"}, SERVED),
@@ -252,6 +255,9 @@ SPECS: Mapping[str, Sequence[Spec]] = {
              "the file's"}, TASKS, text("shown"), ("dtype",), prepare=tasks),
         Spec("generate-file", {f"{FOLDER}/four-bits.json": "to 4 bits, V whole", f"{FOLDER}/five-bits-and-means.json":
              "to 5 bits, V less its mean"}, KL, kl, ("text", "prompt"), prepare=behind("text", "prompt")),
+        Spec("planted-files", {f"{FOLDER}/planted-own.json": "the dtype's widths, V whole",
+             f"{FOLDER}/planted-file.json": "the file's, V less its mean"}, {"dtype": "dtype", "setting": "setting"},
+             shows({"solved": "solved", "nats regained an answer": "regained"}), prepare=paired_tasks),
         Spec("cpu-files", "cpu_files.csv", {"pages": "ms, requests x tokens, channels:"}, text("packed_ms", ".2f"),
              ("requests", "tokens", "head_dim"), prepare=with_pages),
         Spec("value-means", "value_means.csv", {"dtype": "µs, query heads x new tokens:", "means": "means of"},
@@ -320,13 +326,14 @@ GENERATED: Mapping[str, Mapping[str, Callable[[str], str]]] = {
 
 APART = {
     "cpu": "a CPU", "cpu-amd": "a CPU", "cpu-intel": "a CPU",
-    **dict.fromkeys(("mixed-graphs", "mixed-graphs-long", "mixed-graphs-fp8", "mixed-kernels", "agents", "agents-load"),
-                    "engines take turns on a card"),
+    **dict.fromkeys(("mixed-graphs", "mixed-graphs-long", "mixed-graphs-fp8", "mixed-kernels", "agents", "agents-48",
+                     "agents-load"), "engines take turns on a card"),
+    "qwen-steps": "heads of 256 have had the CUDA kernel since",
     "steps-older": "wants FlashAttention 2, which the release's environment lacked",
     "prefixes": "minutes of a server per dtype", "contexts": "needs host memory and a disk", "peers": "several GPUs",
 }  # fmt: skip
 """Table of the pages on speed and servers, or of theirs in docs/lab -> why its rows are not the release's."""
-SEVERAL = ("steps-older", "contexts", "agents-load")
+SEVERAL = ("steps-older", "contexts", "agents", "agents-load")
 """Tables of these pages that may have rows of several commits or cards until their parts are measured again, or because
 each row is an engine of its own setting. All others have one commit, card and environment."""
 OLDER = "older"

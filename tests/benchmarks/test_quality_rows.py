@@ -77,6 +77,23 @@ def test_gains_are_paired_by_windows(made: ModuleType) -> None:
     assert (ratio, error) == (0.75, pytest.approx(0.25))
 
 
+def test_tasks_of_two_files_are_paired(made: ModuleType) -> None:
+    """Only those count that the baseline solves."""
+    rows = [row for row in loaded(made) if row["dtype"] in ("auto", "tq4")]
+    for name, log_probs in zip(made.BEHIND, ([-1.0, -2.0, -50.0], [-0.5, -3.0, -1.0]), strict=True):
+        found = json.loads((made.RESULTS / name).read_text())
+        solved = {"auto": [True, True, False], "tq4": [True, log_probs[1] == -2.0, True]}
+        for row in found["rows"]:
+            if row["dtype"] in solved:
+                answers = {"kind": "far", "prompt": 1000, "solved": solved[row["dtype"]], "log_probs": log_probs}
+                row["answers"] = [answers]
+        found["rows"] = [row for row in found["rows"] if row["dtype"] in solved]
+        (made.RESULTS / name).write_text(json.dumps(found))
+    before, after = made.paired_tasks(rows)
+    assert (before["solved"], before["regained"]) == ("2 of 2", "")
+    assert (after["solved"], after["regained"]) == ("1 of 2", "-0.25 ± 0.75"), "of +0.5 and -1"
+
+
 def test_what_is_not_finite_is_said_so(made: ModuleType, tmp_path: Path) -> None:
     import tables
 

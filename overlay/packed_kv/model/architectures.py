@@ -71,12 +71,8 @@ TRIED = (
     "Olmo3ForCausalLM", "OlmoHybridForCausalLM", "OlmoeForCausalLM", "Phi3ForCausalLM", "PhiForCausalLM",
     "PhiMoEForCausalLM", "Qwen2ForCausalLM", "Qwen2MoeForCausalLM", "Qwen2_5_VLForConditionalGeneration",
     "Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "Qwen3NextForCausalLM", "Qwen3VLForConditionalGeneration",
-    "Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM", "SeedOssForCausalLM", "SmolLM3ForCausalLM", "SolarForCausalLM",
+    "Qwen3_5ForCausalLM", "Qwen3_5ForConditionalGeneration", "Qwen3_5MoeForCausalLM",
+    "Qwen3_5MoeForConditionalGeneration", "SeedOssForCausalLM", "SmolLM3ForCausalLM", "SolarForCausalLM",
     "StableLmForCausalLM", "Starcoder2ForCausalLM", "Step3p5ForCausalLM", "Zamba2ForCausalLM",
 )  # fmt: skip
 """Architectures, whole names, that were served and compared with `auto`: benchmarks/results/models.json, tests."""
-TEXT_MODELS = {
-    "Qwen3_5ForConditionalGeneration": "Qwen3_5ForCausalLM",
-    "Qwen3_5MoeForConditionalGeneration": "Qwen3_5MoeForCausalLM",
-}
-"""Multimodal architectures -> the architecture whose class vLLM makes for their text."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from typing import NamedTuple
 
-from ..model.architectures import TEXT_MODELS, TRIED
+from ..model.architectures import TRIED
 from ..model.config_defaults import Config
 from ..model.shape import Model
 from .config_facts import facts_of_config
@@ -101,7 +101,7 @@ def untried(config: Config) -> str:
     """A line about a model that no rule refuses and that is untested; "": it is tested, or its config does not name it.
     Raises BadInput."""
     name = facts_of_config(config).architecture.name
-    if name is None or TEXT_MODELS.get(name, name) in TRIED:
+    if name is None or name in TRIED:
         return ""
     return f"{name} has not been tested; no rule refuses it, so compare its answers with those of auto"
 
