@@ -35,7 +35,8 @@ COMPILED = (80, 86, 89, 90, 100, 120)
 """Architectures for which tests/kernels/test_compile.py compiles the decode kernel."""
 EVIDENCE = ("release/decode.csv", "release/h100/decode.csv", "kernels.csv", "h100/kernels.csv")
 """Files of rows that show that a card was seen: steps of an engine, and kernels."""
-STEPS = EVIDENCE[:2]
+STEPS = {**dict.fromkeys(EVIDENCE[:2], "8b"), "qwen3.8-27b.csv": "qwen3.8-27b"}
+"""Files of steps -> the shape that they are of."""
 TILE_TOKENS = 32
 """Tokens of a tile of Triton's decode kernel."""
 SHOWN = ("bf16", "fp8", "tq4", "turboquant25")
@@ -219,9 +220,10 @@ def _step(row: PlanRow, users: int) -> str:
 
 
 def differences(file: str, card: Card) -> Iterator[tuple[str, float]]:
-    """Dtype, and by how much of the measured step the arithmetic is off, of each step of the 8B shape in a file whose
-    p80 exceeds its p20 by less than a quarter."""
-    model = parse(json.loads((SHAPES / "8b" / "config.json").read_text()), "8B")
+    """Dtype, and by how much of the measured step the arithmetic is off, of each step of a file whose p80 exceeds its
+    p20 by less than a quarter."""
+    shape = STEPS[file]
+    model = parse(json.loads((SHAPES / shape / "config.json").read_text()), shape)
     for row in read(RESULTS / file):
         dtype = "bf16" if row["dtype"] == BASELINE else row["dtype"]
         if dtype not in SHOWN or float(row["p80_ms"]) > 1.25 * float(row["p20_ms"]):
@@ -234,8 +236,8 @@ def differences(file: str, card: Card) -> Iterator[tuple[str, float]]:
 def checked(up: str) -> str:
     """Return a table of how far the arithmetic is off where steps were measured, as `plan` has them and by the rule of
     the other cards."""
-    table = Table(["card", "rule", "steps", *(f"{name}, least to most" for name in SHOWN), "median of all"], 2)
-    for file in STEPS:
+    table = Table(["card", "shape", "rule", "steps", *(f"{name}, least to most" for name in SHOWN), "median of all"], 3)
+    for file, shape in STEPS.items():
         (gpu,) = {row["gpu"] for row in read(RESULTS / file)}
         card = of_device(gpu)
         assert card is not None, gpu
@@ -247,7 +249,7 @@ def checked(up: str) -> str:
                 continue
             by_dtype = ([100 * off for dtype, off in found if dtype == name] for name in SHOWN)
             table.lines.append([
-                f"[{card.name}]({up}benchmarks/results/{file})", rule, str(len(found)),
+                f"[{card.name}]({up}benchmarks/results/{file})", shape, rule, str(len(found)),
                 *(f"{min(of):+.1f} to {max(of):+.1f} %" for of in by_dtype),
                 f"{statistics.median(abs(100 * off) for _, off in found):.1f} %",
             ])  # fmt: skip
