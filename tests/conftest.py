@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import sys
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -52,6 +53,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def demo_model() -> str:
     """Folder of the embedded demo model."""
     return str(DEMO_MODEL)
+
+
+@pytest.fixture(autouse=True)
+def _models_are_inspected_in_this_process() -> None:
+    """Once a test has imported vLLM: it would start a process for each model's class, lest CUDA be initialized in its
+    own, and import itself there, which takes 8 s."""
+    if (registry := sys.modules.get("vllm.model_executor.models.registry")) is not None:
+        import torch
+
+        if not torch.cuda.is_available():
+            vars(registry)["_run_in_subprocess"] = lambda inspect: inspect()
 
 
 @pytest.fixture
