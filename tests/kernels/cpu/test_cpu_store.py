@@ -92,6 +92,15 @@ def test_threads(threads: int) -> None:
             check(codec, CpuStore(codec), *step(*batch))
 
 
+def test_threads_share_no_word_beside_tokens_of_the_ring_alone() -> None:
+    """Tokens of a micro-block share words, and between them are tokens that go to no page."""
+    torch.set_num_threads(4)
+    codec, positions = codec_of("turboquant25", 128, 96, HEADS, calibrated=False), torch.arange(320)
+    slots = torch.where(positions % 2 == 0, positions // 2, -1)
+    for _ in range(30):
+        check(codec, CpuStore(codec), slots, positions, torch.randperm(160).repeat(2)[:160].int())
+
+
 def test_a_prompt_whose_every_token_is_stored() -> None:
     """Whole micro-blocks of 16, whose codes are packed where they lie."""
     codec = codec_of("turboquant35", 128, 128, HEADS, calibrated=False)

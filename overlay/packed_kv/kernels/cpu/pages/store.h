@@ -191,11 +191,14 @@ struct StorePlan {
   bool shares_micro_block(int a, int b) const {
     return call.in_page(a) && call.in_page(b) && call.slots[a] / 16 == call.slots[b] / 16;
   }
-  // Returns the number of batches.
+  // Returns the number of batches. Tokens of the ring alone come last: between tokens of a micro-block they would part
+  // them into items, and threads would write the same words.
   int make() {
     int tokens = 0, number = 0, count = 0;
     for (int i = 0; i < call.tokens; i++)
-      if (call.in_page(i) || call.in_ring(i)) kept[tokens++] = i;
+      if (call.in_page(i)) kept[tokens++] = i;
+    for (int i = 0; i < call.tokens; i++)
+      if (!call.in_page(i) && call.in_ring(i)) kept[tokens++] = i;
     constexpr int together = ALIKE ? ROLES : 1;  // roles whose vectors share batches
     for (int from = 0; from < ROLES; from += together)
       for (int first = 0, end, rows = WIDE; first < tokens; first = end) {
