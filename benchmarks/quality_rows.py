@@ -64,7 +64,8 @@ def kept_tasks(name: str) -> list[Row]:
 
 
 def solvable(name: str) -> dict[str, list[tuple[bool, float]]]:
-    """By dtype, of all tasks that the baseline solves: whether it solves one, and its answer's log-probability."""
+    """Return, by dtype, whether each of the tasks that the baseline solves is solved, and its answer's
+    log-probability."""
     found = {row["dtype"]: row["answers"] for row in json.loads((RESULTS / name).read_text())["rows"]}
     base = found.pop(BASELINE)
     return {

@@ -64,23 +64,30 @@ template <class Tile> static void read_queries(const Arguments& a, const Request
   }
 }
 
+// Adds `bias` to the scores of tokens `from` to `end` of a tile. `place`: index of a score, in its token's micro-block.
+template <class Place> static void add_bias(float* scores, float bias, int from, int end, Place place) {
+  int i = from;
+  for (; i < end && i % MICRO_BLOCK; i++) scores[place(i)] += bias;
+  for (; i + MICRO_BLOCK <= end; i += MICRO_BLOCK)
+    for (int k = i; k < i + MICRO_BLOCK; k += VECTOR_FLOATS)
+      store_floats(scores + k, load_floats(scores + k) + broadcast(bias));
+  for (; i < end; i++) scores[place(i)] += bias;
+}
+
 // Adds to the scores of `count` tokens from `first` on the query's products with K's means. `place`: index of a score.
 template <class Place>
 static void add_means(const Arguments& a, const Columns& columns, int head, long first, int count, int tile,
                       Place place) {
   alignas(64) float mean[STORED_DIM];
   for (int i = 0, end; i < count; i = end) {
-    long number = a.layer->mean_number(0, first + i);
-    for (end = i + 1; end < count && a.layer->mean_number(0, first + end) == number;) end++;
-    a.layer->read_mean(0, head, number, mean);
+    end = (int)least(count, a.layer->end_of_mean(0, first + i) - first);
+    a.layer->read_mean(0, head, a.layer->mean_number(0, first + i), mean);
     for (int column = 0; column < columns.count; column++) {
       const float* plain = columns.plain + (long)column * STORED_DIM;
-      float* scores = columns.scores + (long)column * tile;
       Floats sum = broadcast(0);
       for (int d = 0; d < STORED_DIM; d += VECTOR_FLOATS)
         sum = multiply_add(load_floats(plain + d), load_floats(mean + d), sum);
-      float bias = horizontal_sum(sum);
-      for (int n = i; n < end; n++) scores[place(n)] += bias;
+      add_bias(columns.scores + (long)column * tile, horizontal_sum(sum), i, end, place);
     }
   }
 }
