@@ -23,7 +23,7 @@ from packed_kv.formats import FORMATS
 from packed_kv.kernels.cuda import COLUMNS, HEAD_DIMS, LARGE_HEAD, grids, latent_launch, launch, nvrtc
 from packed_kv.kernels.cuda.source import LATENT, Source, read_sources
 from packed_kv.layout import latent_layout, page_layout, row_layout
-from variants import EVERY, half
+from variants import EVERY, half, one_in
 
 Edit = Callable[[dict[str, str]], dict[str, str]]
 BF16 = torch.bfloat16
@@ -102,7 +102,7 @@ def pairs() -> Iterator[Variant]:
     bias, output = ((False, 0), (True, 8), (True, 0)), ((BF16, False), (torch.float16, True), (torch.float32, False))
     everything = list(itertools.product(own, bias, output, (1, 2)))
     rings = (0, 8) if EVERY else (8,)
-    for number, (name, head_dim, columns, ring) in enumerate(half(LAYOUTS, HEAD_DIMS, grids.COLUMN_COUNTS, rings)):
+    for number, (name, head_dim, columns, ring) in enumerate(one_in(3, LAYOUTS, HEAD_DIMS, grids.COLUMN_COUNTS, rings)):
         if head_dim == LARGE_HEAD and not EVERY and name not in ("tq4", "turboquant25"):
             continue
         page = page_layout(FORMATS[name], head_dim)

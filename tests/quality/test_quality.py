@@ -20,11 +20,13 @@ from packed_kv.formats import FORMATS, Format
 from packed_kv_quality import run as commands
 from packed_kv_quality.cli import main
 from packed_kv_quality.engines import CHECKOUT, attention_layers
+from variants import EVERY
 
 DEMO = ("--context", "640")
 """The first third of the text that the bounds of the demo model were measured with."""
 GENERAL = ("--windows", "2", "--context", "300")
 """A text that they do not hold for."""
+BOUNDS = [pytest.param(DEMO, id="demo_bounds"), pytest.param(GENERAL, id="general_bounds")]
 
 
 @pytest.fixture(autouse=True)
@@ -73,7 +75,7 @@ def test_all_dtypes_pass(sweep: Sweep, baselines: dict) -> None:
         assert baseline["bytes_per_token"] / row["bytes_per_token"] == pytest.approx(expected)
 
 
-@pytest.mark.parametrize("arguments", [DEMO, GENERAL], ids=["demo_bounds", "general_bounds"])
+@pytest.mark.parametrize("arguments", BOUNDS)
 def test_a_codec_that_returns_its_input_fails(
     arguments: tuple[str, ...], sweep: Sweep, baselines: dict, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -87,7 +89,7 @@ def test_a_codec_that_returns_its_input_fails(
     assert 0 < kl < 1.5 * rounding
 
 
-@pytest.mark.parametrize("arguments", [DEMO, GENERAL], ids=["demo_bounds", "general_bounds"])
+@pytest.mark.parametrize("arguments", BOUNDS if EVERY else BOUNDS[:1])
 def test_a_codec_of_noise_fails(
     arguments: tuple[str, ...], sweep: Sweep, baselines: dict, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -11,10 +11,16 @@ EVERY = bool(os.environ.get("PACKED_KV_ALL_VARIANTS"))
 
 
 def half(*parameters: Sequence[Any]) -> list[tuple[Any, ...]]:
-    """Every second combination of parameters, those whose places in their lists add up to an odd number; all with
-    PACKED_KV_ALL_VARIANTS. Of three parameters or more, every two values still meet."""
+    """Every second combination of parameters; all with PACKED_KV_ALL_VARIANTS. Of three parameters or more, every two
+    values still meet."""
+    return one_in(2, *parameters)
+
+
+def one_in(count: int, *parameters: Sequence[Any]) -> list[tuple[Any, ...]]:
+    """One in `count` combinations of parameters, by the sum of their places in their lists; all with
+    PACKED_KV_ALL_VARIANTS. Every two values still meet where another parameter has `count` values."""
     found = []
     for places in itertools.product(*(range(len(values)) for values in parameters)):
-        if EVERY or sum(places) % 2:
+        if EVERY or sum(places) % count == 1:
             found.append(tuple(values[place] for values, place in zip(parameters, places, strict=True)))
     return found
