@@ -194,6 +194,7 @@ SPECS: Mapping[str, Sequence[Spec]] = {
              "prompt tokens/s": text("tokens_a_second"), "ratio": text("ratio", ".2f")}, where={"cpu": ("AMD EPYC",),
              "cpu_ms": ("",), "reference_ms": ("",)}),
         Spec("cpu-amd", "cpu_engine.csv", ON_THREADS, CPU_TIMES, where={"cpu": ("AMD EPYC",)}, prepare=with_cpu_time),
+        Spec("cpu-file", "cpu_engine_file.csv", ON_THREADS, CPU_TIMES, prepare=with_cpu_time),
         Spec("cpu-intel", "cpu_engine.csv", ON_THREADS, CPU_TIMES, where={"cpu": ("Intel(R) Xeon(R) Processor",)},
              prepare=with_cpu_time),
     ),
@@ -325,7 +326,7 @@ GENERATED: Mapping[str, Mapping[str, Callable[[str], str]]] = {
 
 
 APART = {
-    "cpu": "a CPU", "cpu-amd": "a CPU", "cpu-intel": "a CPU",
+    **dict.fromkeys(("cpu", "cpu-amd", "cpu-file", "cpu-intel"), "a CPU"),
     **dict.fromkeys(("mixed-graphs", "mixed-graphs-long", "mixed-graphs-fp8", "mixed-kernels", "agents", "agents-48",
                      "agents-load"), "engines take turns on a card"),
     "qwen-steps": "heads of 256 have had the CUDA kernel since",
