@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from dataclasses import replace
 from statistics import mean
 
 import pytest
+from checkout import REPO
 from packed_kv.formats import FORMATS
 from packed_kv.model.shape import parse
 from packed_kv.planning import cache, cards, measured
@@ -60,6 +62,21 @@ def test_steps_are_within_15_percent_of_all_that_was_measured() -> None:
     for name, row in found:
         far = 0.15 if "H200" in row["gpu"] else 0.09  # as `packed-kv plan` says of an H100
         assert estimate(row) == pytest.approx(float(row["p50_ms"]), rel=far), (name, row)
+
+
+def test_a_hybrids_steps_lack_what_its_line_says() -> None:
+    config = json.loads((REPO / "benchmarks" / "shapes" / "qwen3.8-27b" / "config.json").read_text())
+    shape, card = parse(config, "qwen3.8-27b"), cards.find("H200")
+    found = [row for row in rows("qwen3.8-27b.csv") if row["dtype"] != "fp8"]
+    assert len(found) == 9
+    for row in found:
+        dtype, serving = "bf16" if row["dtype"] == "auto" else row["dtype"], cache.Serving(int(row["context"]))
+        given = shape, dtype, serving, weights(shape, None, None), int(row["requests"]), card
+        assert 5 < float(row["p50_ms"]) - 1e3 * measured.step_seconds(*given) < 8, row
+    demand = Demand(shape, cache.Serving(8192), weights(shape, None, None), card, 20 << 30)
+    assert any("48 of Qwen3.8-27B take 5 to 8 ms" in line for line in assumptions(demand, []))
+    without = Demand(parse(SHAPE_8B, "8B"), cache.Serving(8192), weights(shape, None, None), card, 20 << 30)
+    assert not any("state layers" in line for line in assumptions(without, []))
 
 
 def test_only_the_h100_of_the_table_reads_at_the_h200s_rates() -> None:
