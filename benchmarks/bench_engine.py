@@ -300,7 +300,8 @@ class Engine:
         self.block_size = self.engine.vllm_config.cache_config.block_size
         self.blocks = self.scheduler.kv_cache_config.num_blocks
         config = self.scheduler.kv_cache_config
-        self.states = [isinstance(group.kv_cache_spec, MambaSpec) for group in config.kv_cache_groups].count(True)
+        specs = (group.kv_cache_spec for group in config.kv_cache_groups)
+        self.states = sum(1 + spec.num_speculative_blocks for spec in specs if isinstance(spec, MambaSpec))
         self.paged = [
             group in config.prefix_cacheable_groups and not isinstance(group.kv_cache_spec, MambaSpec)
             for group in config.kv_cache_groups
@@ -505,7 +506,8 @@ class Engine:
         for request in self.scheduler.waiting:
             request.num_computed_tokens = prompt - 1  # as after a transfer from another engine's cache
         while self._step() < requests:
-            pass
+            if any(request.num_preemptions for request in self.scheduler.requests.values()):
+                raise RuntimeError(f"the cache is too small: {requests} requests of {context} tokens preempt others")
         if self.scheduler.needs_kv_cache_zeroing:
             ids = [block for request in self.scheduler.running for found in self._paged_ids(request) for block in found]
             self.llm.collective_rpc(spread_over, args=(ids,))

@@ -8,8 +8,10 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import latent_hybrids
 import pytest
@@ -168,11 +170,22 @@ def test_a_table_of_figures_shows_the_last_row_of_a_case(tmp_path: Path) -> None
     assert lines[-2:] == ["| 8 | bf16 | 100 | 20 | 7.0 |", f"| 8 | {DTYPE} | 150 (1.50) | 20 (1.00) | 7.0 (1.00) |"]
 
 
+def least_blocks(engine: Any) -> int:
+    """Blocks of a cache that holds two requests of 400 tokens."""
+    before = engine.blocks
+    for engine.blocks in range(before):
+        if engine.fits(2, 400, 1):
+            break
+    found, engine.blocks = engine.blocks, before
+    return found
+
+
 def test_pages_beside_states_are_filled_behind_their_zeroing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM zeroes blocks that it hands out beside states: requests read what the model wrote all the same, of the first
     shape and of the next, and their states are numbers, though they lie where pages were."""
     import bench_engine
     from vllm.distributed import cleanup_dist_env_and_memory
+    from vllm.v1.kv_cache_interface import MambaSpec
 
     model = latent_hybrids.install(monkeypatch, tmp_path / "model", "kimi")
     llm = bench_engine.start(model, "tq4", 512, 2, 16 << 20, recent_tokens=0)
@@ -180,6 +193,12 @@ def test_pages_beside_states_are_filled_behind_their_zeroing(tmp_path: Path, mon
         engine = bench_engine.Engine(llm)
         assert (engine.states, engine.groups, engine.scheduler.needs_kv_cache_zeroing) == (2, 1, True)
         assert engine.fits(2, 400, 1) and not engine.fits(2, 400 * engine.blocks, 1)
+        least = least_blocks(engine)
+        with monkeypatch.context() as patch:  # each token of a draft has a state, too
+            for group in engine.scheduler.kv_cache_config.kv_cache_groups:
+                if isinstance(group.kv_cache_spec, MambaSpec):
+                    patch.setattr(group, "kv_cache_spec", replace(group.kv_cache_spec, num_speculative_blocks=3))
+            assert least_blocks(bench_engine.Engine(llm)) == least + 2 * 2 * 3, "requests x groups of states x tokens"
         engine.fill_pages()
         worker, manager = llm.llm_engine.model_executor.driver_worker, engine.scheduler.kv_cache_manager
         layers = worker.model_runner.vllm_config.compilation_config.static_forward_context.values()
