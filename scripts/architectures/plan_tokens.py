@@ -64,7 +64,7 @@ FOR_LAYERS = {
 class Case:
     """One engine: an architecture of `coverage_models`, on how many ranks, with which layers skipped and with
     which kinds of layers instead of its own. `by_layer`: with a config that lists layers which differ. `on_gpu`: by
-    vLLM's rules for CUDA, which need no GPU."""
+    vLLM's rules for CUDA, which need no GPU. `drafts`: tokens that a step drafts, by n-grams."""
 
     architecture: str
     ranks: int = 1
@@ -72,6 +72,7 @@ class Case:
     kinds: tuple[str, ...] = ()
     on_gpu: bool = False
     by_layer: bool = False
+    drafts: int = 0
 
     @property
     def config(self) -> dict[str, Any]:
@@ -84,7 +85,9 @@ class Case:
     @property
     def options(self) -> dict[str, Any]:
         """Arguments of vLLM's `LLM`."""
+        ngram = {"method": "ngram", "prompt_lookup_max": 3, "num_speculative_tokens": self.drafts}
         return {
+            **({"speculative_config": ngram} if self.drafts else {}),
             "max_model_len": CONTEXT, "max_num_batched_tokens": BATCHED_TOKENS, "max_num_seqs": 4, "block_size": BLOCK,
             "kv_cache_memory_bytes": MEMORY, "load_format": "dummy", "skip_tokenizer_init": True,
             "mamba_ssm_cache_dtype": RECURRENT, "tensor_parallel_size": self.ranks,
@@ -105,6 +108,8 @@ CASES = {
     "hybrid, short convolutions": Case("Lfm2ForCausalLM"),
     "hybrid in each layer": Case("FalconH1ForCausalLM"),
     "hybrid, gated delta net": Case("Qwen3NextForCausalLM"),
+    "hybrid, drafts of 3": Case("Qwen3NextForCausalLM", drafts=3),
+    "hybrid, Mamba-2, drafts of 8": Case("GraniteMoeHybridForCausalLM", drafts=8),
     "shared, heads of two sizes": Case("Gemma4ForCausalLM"),
     "heads of two sizes, by layer": Case("Gemma4ForCausalLM", by_layer=True),
     "latents, two caches a layer": Case("LongcatFlashForCausalLM"),
@@ -122,15 +127,18 @@ CASES = {
 }
 ONE_OF_A_KIND = (
     "full", "5 sliding, 4 full", "hybrid, Mamba-2", "shared, heads of two sizes", "skipped layers", "full, 2 ranks",
-    "heads of two sizes, by layer", "latents, two caches a layer", "layers that run twice",
+    "heads of two sizes, by layer", "latents, two caches a layer", "layers that run twice", "hybrid, drafts of 3",
+    "hybrid, Mamba-2, drafts of 8",
 )  # fmt: skip
 """Cases that --start starts, and a test counts; those by the rules for CUDA are only counted."""
 
 
 def planned(case: Case, dtype: str, in_flight_tokens: int) -> int:
     """KV tokens that `packed-kv plan` predicts."""
-    model = parse(case.config, case.architecture, case.ranks, RECURRENT)
-    serving = Serving(CONTEXT, None, in_flight_tokens, frozenset(case.skip), BLOCK, on_gpu=case.on_gpu)
+    model = parse(case.config, case.architecture, case.ranks, RECURRENT, case.drafts)
+    serving = Serving(
+        CONTEXT, None, in_flight_tokens, frozenset(case.skip), BLOCK, on_gpu=case.on_gpu, drafts=case.drafts
+    )
     return capacity(model, DENSE if dtype == "auto" else dtype, serving, MEMORY).tokens
 
 

@@ -80,6 +80,8 @@ def parser(prog: str = "packed-kv plan") -> argparse.ArgumentParser:
         help="as in vLLM (default %(default)s); sliding-window layers keep blocks for two batches")  # fmt: skip
     add("--mamba-ssm-cache-dtype", choices=("float32", "bfloat16", "float16"), metavar="T",
         help="as in vLLM, for state layers: float32, bfloat16, float16")  # fmt: skip
+    add("--drafts", type=count, default=0, metavar="N",
+        help="tokens that a step drafts; state layers keep a state for each (default: none)")  # fmt: skip
     add("--json", action="store_true", help="print the plan as JSON")
     return made
 
@@ -111,9 +113,8 @@ def demand_of(options: argparse.Namespace) -> tuple[Demand, list[str]]:
         share = f"{options.gpu_memory_utilization:g} of {card.memory / GIB:.1f} GiB"
         said.append(f"the KV cache gets {share}, less the weights and {RESERVE / GIB:g} GiB assumed for all else")
     _check_skipped(options.skip_layers, model)
-    serving = Serving(
-        context, options.recent_tokens, 2 * options.max_num_batched_tokens, frozenset(options.skip_layers)
-    )
+    in_flight, skipped = 2 * options.max_num_batched_tokens, frozenset(options.skip_layers)
+    serving = Serving(context, options.recent_tokens, in_flight, skipped, drafts=options.drafts)
     check_window(model, serving)
     return Demand(model, serving, heavy, card, int(memory), options.users), said
 
@@ -121,7 +122,7 @@ def demand_of(options: argparse.Namespace) -> tuple[Demand, list[str]]:
 def _servable(config: Config, name: str, options: argparse.Namespace) -> tuple[Model, list[str]]:
     """The model, if packed pages serve it, and the options of vLLM with which they do. Raises BadInput."""
     _check_served(name, refusals_of_model(config, vllm=installed_vllm()))
-    model = parse(config, name, options.tensor_parallel, options.mamba_ssm_cache_dtype)
+    model = parse(config, name, options.tensor_parallel, options.mamba_ssm_cache_dtype, options.drafts)
     found = refusals_of_model(config, model)
     _check_served(name, found)
     said = [f"served with {refusal.rule.option} alone: {refusal.rule.subject}" for refusal in found]

@@ -163,11 +163,11 @@ def index_bytes(text: Config, number: int) -> int:
     return 0 if takes_picks else channels + channels // INDEX_GROUP * 4
 
 
-def parse(config: Config, name: str, ranks: int = 1, recurrent_dtype: str | None = None) -> Model:
+def parse(config: Config, name: str, ranks: int = 1, recurrent_dtype: str | None = None, drafts: int = 0) -> Model:
     """The model of a config, split over `ranks`. Raises BadInput for a config that describes no decoder.
 
     `refusals` decides whether packed pages serve it. `recurrent_dtype`: dtype of state layers, vLLM's
-    `--mamba-ssm-cache-dtype`; None: the model's.
+    `--mamba-ssm-cache-dtype`; None: the model's. `drafts`: tokens that a step drafts, which make states larger.
     """
     name, text = printable(name), text_config(config)
     kind = f"{name} ({printable(word(text, 'model_type'), 60) or 'of no model_type'})"
@@ -189,21 +189,21 @@ def parse(config: Config, name: str, ranks: int = 1, recurrent_dtype: str | None
         raise BadInput(f"{kind} has no attention layers, so no KV cache; give a model that has")
     if heads % ranks:
         raise BadInput(f"--tensor-parallel {ranks} does not divide the {heads} attention heads of {name}; give another")
-    layers = tuple(_layers(text, name, ranks, recurrent_dtype))
+    layers = tuple(_layers(text, name, ranks, recurrent_dtype, drafts))
     if all(layer.is_shared or layer.kind == "state" for layer in layers):
         shared = text["num_kv_shared_layers"]
         raise BadInput(f"{kind} has num_kv_shared_layers {shared}, which leaves no KV cache to share")
     return Model(name=name, config=text, layers=layers, ranks=ranks, max_len=whole(text, *LENGTHS))
 
 
-def _layers(text: Config, name: str, ranks: int, recurrent_dtype: str | None) -> Iterable[ModelLayer]:
+def _layers(text: Config, name: str, ranks: int, recurrent_dtype: str | None, drafts: int) -> Iterable[ModelLayer]:
     kinds, runs, latents = layer_kinds(text), layer_runs(text), reads_latents(text)
     own = len(kinds) - whole(text, "num_kv_shared_layers")
     for index, (kept, times) in enumerate(zip(kinds, runs, strict=True)):
         for run, kind in ((run, kind) for run in range(1 if _shares_over_runs(text) else times) for kind in kept):
             number = run * len(kinds) + index  # as vLLM counts the caches of layers that run again
             if kind == "state":
-                state = state_of(text, ranks, recurrent_dtype)
+                state = state_of(text, ranks, recurrent_dtype, drafts)
                 if state is None:
                     what = f"{name} has state layers of {printable(word(text, 'model_type'), 60)}"
                     raise BadInput(f"{what}, whose size is not known here; start the engine and read its line")

@@ -22,28 +22,28 @@ class State:
     kept: int = 2
 
 
-def state_of(config: Config, ranks: int, recurrent_dtype: str | None = None) -> State | None:
+def state_of(config: Config, ranks: int, recurrent_dtype: str | None = None, drafts: int = 0) -> State | None:
     """The state of a layer on one of `ranks` ranks, as vLLM's `MambaStateShapeCalculator` has it; None: not known.
 
     It is a window of a short convolution's inputs and, except in layers of short convolutions alone, a recurrent state.
     Recurrent states have the activations' dtype, unless the model sets another one or `recurrent_dtype` is given
-    (`--mamba-ssm-cache-dtype`).
+    (`--mamba-ssm-cache-dtype`). With `drafts` of so many tokens a window is as much longer, but in Mamba-1 layers.
     """
     hidden, kind = config["hidden_size"], word(config, "model_type")
     recurrent = DTYPE_BYTES.get(recurrent_dtype or _recurrent_dtype(config), MODEL_BYTES)
     if "linear_num_value_heads" in config:  # gated delta nets
         keys, values = delta_net_channels(config)
-        conv = (2 * keys + values) * max(0, whole(config, "linear_conv_kernel_dim", default=4) - 1)
+        conv = (2 * keys + values) * max(0, whole(config, "linear_conv_kernel_dim", default=4) - 1 + drafts)
         return State((conv * MODEL_BYTES + values * whole(config, "linear_key_head_dim") * recurrent) // ranks)
     if has_delta_attention(config):
         heads, head_dim, kernel = delta_attention(config)
-        conv = 3 * heads * head_dim * max(0, kernel - 1)
+        conv = 3 * heads * head_dim * max(0, kernel - 1 + drafts)
         return State((conv * MODEL_BYTES + heads * head_dim**2 * recurrent) // ranks)
     if whole(config, "layer_group_size"):  # linear attention of Ling V2.5
         heads = config["num_attention_heads"]
         return State(heads * (whole(config, "head_dim") or hidden // heads) ** 2 * MODEL_BYTES // ranks)
     if "conv_L_cache" in config or kind.startswith("lfm2"):
-        kept = max(0, whole(config, "conv_L_cache", default=3) - 1)
+        kept = max(0, whole(config, "conv_L_cache", default=3) - 1 + drafts)
         return State((whole(config, "conv_dim") or hidden) * kept * MODEL_BYTES // ranks)
     size = whole(config, "mamba_d_state", "ssm_state_size")
     kernel = whole(config, "mamba_d_conv", "conv_kernel") or 4
@@ -56,7 +56,7 @@ def state_of(config: Config, ranks: int, recurrent_dtype: str | None = None) -> 
             inner = heads * head_dim
         groups = whole(config, "mamba_n_groups", "n_groups", "mamba_ngroups") or 1
         groups += ranks - groups if groups % ranks else 0
-        conv = (inner + 2 * groups * size) * (kernel - 1)
+        conv = (inner + 2 * groups * size) * (kernel - 1 + drafts)
         return State((conv * MODEL_BYTES + heads * head_dim * size * recurrent) // ranks, kept=3)
     if size:  # Mamba-1
         return State((inner * (kernel - 1) * MODEL_BYTES + inner * size * recurrent) // ranks)

@@ -40,7 +40,8 @@ class Serving:
     `context`: tokens of a request. `recent_tokens`: tokens of the packed dtypes' recent window, None: their default.
     `in_flight_tokens`: concurrent batches times tokens of a batch; sliding layers keep blocks for these. `skip_layers`:
     numbers of layers that stay dense. `block_size`: of attention layers, in tokens. `on_gpu`: False for vLLM's CPU
-    platform, which enlarges no blocks beside skipped layers and has no layout for rings there.
+    platform, which enlarges no blocks beside skipped layers and has no layout for rings there. `drafts`: tokens that a
+    step drafts, of which each has a state.
     """
 
     context: int
@@ -50,6 +51,7 @@ class Serving:
     block_size: int = MICRO_BLOCK
     keeps_prefixes: bool = True
     on_gpu: bool = True
+    drafts: int = 0
 
 
 @dataclass(frozen=True)
@@ -68,7 +70,7 @@ class Spec:
     def blocks(self, serving: Serving) -> int:
         """Blocks of a request of `serving.context` tokens."""
         if self.kind == "state":
-            return self.states if serving.keeps_prefixes else 1
+            return (self.states if serving.keeps_prefixes else 1) + serving.drafts
         if self.kind == "ring":  # the window and the token being generated
             ring_blocks = -(-(self.window + 1) // self.ring_block) + 1
             return -(-ring_blocks // (self.block_size // self.ring_block))

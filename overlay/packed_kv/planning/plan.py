@@ -172,8 +172,11 @@ def assumptions(demand: Demand, said: list[str]) -> list[str]:
         if len({(layer.kv_heads, layer.head_size) for layer in model.attention}) > 1:
             lines.append("not counted: how much, where layers have heads of several sizes or numbers")
     if model.is_hybrid:
-        number = max(layer.states for layer in model.layers)
-        lines.append(f"a request has {number} states per state layer (prefix caching); a page is as large as a state")
+        number = max(layer.states for layer in model.layers) + serving.drafts
+        why = f"prefix caching, and drafts of {serving.drafts}" if serving.drafts else "prefix caching"
+        lines.append(f"a request has {number} states per state layer ({why}); a page is as large as a state")
+    if serving.drafts:
+        lines.append("not counted: layers of the model that drafts, and what they store")
     if model.has_latents:
         number = sum(layer.rope_size > 0 for layer in model.layers)
         copies = number * _folded_bytes(model) / model.ranks
