@@ -220,8 +220,8 @@ def _step(row: PlanRow, users: int) -> str:
 
 
 def differences(file: str, card: Card) -> Iterator[tuple[str, float]]:
-    """Dtype, and by how much of the measured step the arithmetic is off, of each step of a file whose p80 exceeds its
-    p20 by less than a quarter."""
+    """Dtype, and by how much of the measured step the arithmetic is off, of a file's steps; without steps whose p80
+    exceeds their p20 by more than a quarter."""
     shape = STEPS[file]
     model = parse(json.loads((SHAPES / shape / "config.json").read_text()), shape)
     for row in read(RESULTS / file):

@@ -175,11 +175,13 @@ def measure(dtype: str, started: float, model: Path, options: argparse.Namespace
 
 
 def config_of(model: str | None, layers: int | None) -> dict[str, Any]:
-    """The config of a model's folder, or of the 8B-shaped model, with `layers` layers if they are given."""
+    """The config of a model's folder, or of the 8B-shaped model; its text has `layers` layers if they are given."""
     import bench_engine
 
-    config = json.loads(Path(model, "config.json").read_text()) if model else bench_engine.MODEL_8B
-    return {**config, "num_hidden_layers": layers or config["num_hidden_layers"]}
+    config = json.loads(Path(model, "config.json").read_text()) if model else {**bench_engine.MODEL_8B}
+    if layers:
+        config.get("text_config", config)["num_hidden_layers"] = layers
+    return config
 
 
 def _model(folder: Path, config: dict[str, Any]) -> str:
@@ -256,7 +258,7 @@ def run_case(dtype: str, caches: Path, state: str, commit: str, tree: str, optio
         print(f"{dtype} {state} failed: {output[-3000:]}", flush=True)
         return False
     case = {"dtype": dtype, "caches": state, "torch_compile": "yes" if options.compile else "no",
-            "layers": config_of(options.model, options.layers)["num_hidden_layers"],
+            "layers": options.layers or ("" if options.model else 36),
             "cpus": len(os.sched_getaffinity(0))}  # fmt: skip
     row = {**case, **found[0], "commit": commit}
     if state != FIRST:

@@ -329,7 +329,7 @@ APART = {
     **dict.fromkeys(("cpu", "cpu-amd", "cpu-file", "cpu-intel"), "a CPU"),
     **dict.fromkeys(("mixed-graphs", "mixed-graphs-long", "mixed-graphs-fp8", "mixed-kernels", "agents", "agents-48",
                      "agents-load"), "engines take turns on a card"),
-    "qwen-steps": "heads of 256 have had the CUDA kernel since",
+    "qwen-steps": "heads of 256 have had the CUDA kernel since the release",
     "steps-older": "wants FlashAttention 2, which the release's environment lacked",
     "prefixes": "minutes of a server per dtype", "contexts": "needs host memory and a disk", "peers": "several GPUs",
 }  # fmt: skip

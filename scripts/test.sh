@@ -20,7 +20,7 @@ run_pytest() { "$bin/python" -m pytest ${which:+"$which"} --durations=15 "$@"; }
 # Runs pytest for each of these lists of folders, each in a process of its own.
 in_turn() {
     local failed=0
-    trap 'kill $(jobs -p); exit 143' TERM
+    trap 'kill $(jobs -p) 2>/dev/null || true; exit 143' TERM
     for folders in "$@"; do
         # shellcheck disable=SC2086
         run_pytest $folders &
@@ -32,15 +32,16 @@ in_turn() {
 # for the kernels under test, not for vLLM's. Benchmarks come last in theirs: they import llvmlite, and vLLM starts no
 # engine in a process that has.
 all_tests() {
-    local log failed=0
+    local log other failed=0
     log=$(mktemp)
     # shellcheck disable=SC2064
     trap "kill \$(jobs -p) 2>/dev/null || true; wait; cat '$log'; rm -f '$log'" EXIT
     trap 'exit 130' INT
     in_turn tests/kernels "tests/attention tests/calibration" >"$log" 2>&1 &
+    other=$!
     in_turn "tests --ignore=tests/kernels --ignore=tests/attention --ignore=tests/calibration --ignore=tests/window
         --ignore=tests/benchmarks" "tests/window tests/benchmarks" || failed=1
-    wait $! || failed=1
+    wait "$other" || failed=1
     cat "$log"
     : >"$log"
     return "$failed"

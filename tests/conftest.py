@@ -57,8 +57,8 @@ def demo_model() -> str:
 
 @pytest.fixture(autouse=True)
 def _models_are_inspected_in_this_process() -> None:
-    """Once a test has imported vLLM: it would start a process for each model's class, lest CUDA be initialized in its
-    own, and import itself there, which takes 8 s."""
+    """vLLM inspects each model's class in a new process, which imports vLLM again (8 s), lest CUDA be initialized in
+    the first. Without CUDA, classes are inspected in this process, once a test has imported vLLM."""
     if (registry := sys.modules.get("vllm.model_executor.models.registry")) is not None:
         import torch
 

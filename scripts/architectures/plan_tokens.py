@@ -108,6 +108,7 @@ CASES = {
     "hybrid, short convolutions": Case("Lfm2ForCausalLM"),
     "hybrid in each layer": Case("FalconH1ForCausalLM"),
     "hybrid, gated delta net": Case("Qwen3NextForCausalLM"),
+    "full, drafts of 8": Case("LlamaForCausalLM", drafts=8),
     "hybrid, drafts of 3": Case("Qwen3NextForCausalLM", drafts=3),
     "hybrid, Mamba-2, drafts of 8": Case("GraniteMoeHybridForCausalLM", drafts=8),
     "shared, heads of two sizes": Case("Gemma4ForCausalLM"),
@@ -127,8 +128,8 @@ CASES = {
 }
 ONE_OF_A_KIND = (
     "full", "5 sliding, 4 full", "hybrid, Mamba-2", "shared, heads of two sizes", "skipped layers", "full, 2 ranks",
-    "heads of two sizes, by layer", "latents, two caches a layer", "layers that run twice", "hybrid, drafts of 3",
-    "hybrid, Mamba-2, drafts of 8",
+    "heads of two sizes, by layer", "latents, two caches a layer", "layers that run twice", "full, drafts of 8",
+    "hybrid, drafts of 3",    "hybrid, Mamba-2, drafts of 8",
 )  # fmt: skip
 """Cases that --start starts, and a test counts; those by the rules for CUDA are only counted."""
 

@@ -218,6 +218,9 @@ def test_pages_beside_states_are_filled_behind_their_zeroing(tmp_path: Path, mon
         for _ in range(2):
             assert len(engine.decode_steps(2, 400, 1)) == 1
             assert found[-2:] == [(True, True)] * 2
+        monkeypatch.setattr(engine, "_step", lambda: vars(engine.scheduler.waiting[0]).update(num_preemptions=1) or 0)
+        with pytest.raises(RuntimeError, match="the cache is too small: 2 requests of 400 tokens preempt others"):
+            engine.decode_steps(2, 400, 1)
     finally:
         llm.llm_engine.engine_core.shutdown()
         cleanup_dist_env_and_memory()

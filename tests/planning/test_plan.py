@@ -9,7 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from checkout import DEMO_MODEL
+from checkout import DEMO_MODEL, REPO
 from coverage_models import MODELS
 from huggingface_hub import errors
 from packed_kv.commands.plan import main
@@ -130,6 +130,18 @@ def test_a_window_is_bound_by_what_the_engine_serves(context: str, recent: int, 
     found = plan(capsys, str(DEMO_MODEL), "--gpu", "H200", "--context", context, "--recent-tokens", str(recent))
     (held,) = {row["recent_tokens"] for row in found["dtypes"] if row["dtype"] in FORMATS}
     assert held == min(recent, found["context"])
+
+
+def test_drafts_have_states_and_places_in_the_window(shape_8b: str, capsys: pytest.CaptureFixture[str]) -> None:
+    hybrid = (str(REPO / "benchmarks" / "shapes" / "qwen3.8-27b"), "--gpu", "H100", "--weights", "int4")
+    for model, drafts, said in ((hybrid, "3", "a request has 5 states"), ((shape_8b, "--gpu", "H100"), "8", "drafts")):
+        without, found = plan(capsys, *model), plan(capsys, *model, "--drafts", drafts)
+        tokens = [{row["dtype"]: row["kv_tokens"] for row in one["dtypes"]} for one in (without, found)]
+        assert tokens[1]["tq4"] < tokens[0]["tq4"]
+        assert (tokens[1]["bf16"] < tokens[0]["bf16"]) == (model is hybrid), "which has no window"
+        assert any(said in line for line in found["assumed"])
+        assert any("layers of the model that drafts" in line for line in found["assumed"])
+        assert not any("that drafts" in line for line in without["assumed"])
 
 
 def test_what_was_assumed_stands_under_the_table(capsys: pytest.CaptureFixture[str]) -> None:

@@ -20,7 +20,6 @@ from packed_kv.formats import FORMATS, Format
 from packed_kv_quality import run as commands
 from packed_kv_quality.cli import main
 from packed_kv_quality.engines import CHECKOUT, attention_layers
-from variants import EVERY
 
 DEMO = ("--context", "640")
 """The first third of the text that the bounds of the demo model were measured with."""
@@ -89,7 +88,7 @@ def test_a_codec_that_returns_its_input_fails(
     assert 0 < kl < 1.5 * rounding
 
 
-@pytest.mark.parametrize("arguments", BOUNDS if EVERY else BOUNDS[:1])
+@pytest.mark.parametrize("arguments", BOUNDS)
 def test_a_codec_of_noise_fails(
     arguments: tuple[str, ...], sweep: Sweep, baselines: dict, monkeypatch: pytest.MonkeyPatch
 ) -> None:

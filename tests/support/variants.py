@@ -18,7 +18,7 @@ def half(*parameters: Sequence[Any]) -> list[tuple[Any, ...]]:
 
 def one_in(count: int, *parameters: Sequence[Any]) -> list[tuple[Any, ...]]:
     """One in `count` combinations of parameters, by the sum of their places in their lists; all with
-    PACKED_KV_ALL_VARIANTS. Every two values still meet where another parameter has `count` values."""
+    PACKED_KV_ALL_VARIANTS. Two values meet wherever another parameter has at least `count` values."""
     found = []
     for places in itertools.product(*(range(len(values)) for values in parameters)):
         if EVERY or sum(places) % count == 1:

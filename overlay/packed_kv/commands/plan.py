@@ -81,7 +81,7 @@ def parser(prog: str = "packed-kv plan") -> argparse.ArgumentParser:
     add("--mamba-ssm-cache-dtype", choices=("float32", "bfloat16", "float16"), metavar="T",
         help="as in vLLM, for state layers: float32, bfloat16, float16")  # fmt: skip
     add("--drafts", type=count, default=0, metavar="N",
-        help="tokens that a step drafts; state layers keep a state for each (default: none)")  # fmt: skip
+        help="tokens that a step drafts, as in vLLM's num_speculative_tokens (default: none)")  # fmt: skip
     add("--json", action="store_true", help="print the plan as JSON")
     return made
 

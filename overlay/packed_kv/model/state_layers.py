@@ -27,7 +27,7 @@ def state_of(config: Config, ranks: int, recurrent_dtype: str | None = None, dra
 
     It is a window of a short convolution's inputs and, except in layers of short convolutions alone, a recurrent state.
     Recurrent states have the activations' dtype, unless the model sets another one or `recurrent_dtype` is given
-    (`--mamba-ssm-cache-dtype`). With `drafts` of so many tokens a window is as much longer, but in Mamba-1 layers.
+    (`--mamba-ssm-cache-dtype`). `drafts` lengthens the window by as many tokens, except in Mamba-1 layers.
     """
     hidden, kind = config["hidden_size"], word(config, "model_type")
     recurrent = DTYPE_BYTES.get(recurrent_dtype or _recurrent_dtype(config), MODEL_BYTES)

@@ -41,7 +41,7 @@ class Serving:
     `in_flight_tokens`: concurrent batches times tokens of a batch; sliding layers keep blocks for these. `skip_layers`:
     numbers of layers that stay dense. `block_size`: of attention layers, in tokens. `on_gpu`: False for vLLM's CPU
     platform, which enlarges no blocks beside skipped layers and has no layout for rings there. `drafts`: tokens that a
-    step drafts, of which each has a state.
+    step drafts, of which each has a state and a place in the recent window.
     """
 
     context: int
@@ -174,7 +174,7 @@ def _specs(model: Model, dtype: str, serving: Serving) -> list[Spec]:
                 rings.append((layer, block_size, page))
     one_size = len({spec.page for spec in found}) == 1
     is_cut = one_size or _is_uniform(found)
-    return found + [_ring(*ring, window, one_size, is_cut) for ring in rings]
+    return found + [_ring(*ring, window + serving.drafts, one_size, is_cut) for ring in rings]
 
 
 def _block_and_page(model: Model, dtype: str, serving: Serving) -> tuple[int, int]:
@@ -205,7 +205,8 @@ def _is_uniform(specs: Sequence[Spec]) -> bool:
 
 
 def _ring(layer: ModelLayer, block_size: int, page: int, window: int, one_size: bool, is_cut: bool) -> Spec:
-    """Return the spec that `window/cache_group.ring_spec` makes: a block that `is_cut` has several ring blocks."""
+    """Return the spec that `window/cache_group.ring_spec` makes: a block that `is_cut` has several ring blocks.
+    `window`: tokens, drafts included, beside the one being generated."""
     token = layer.kv_heads * recent_slot_bytes(layer)
     block, count = choose_ring_block(page, token, block_size, window + 1, is_cut=is_cut)
     tokens = block * count

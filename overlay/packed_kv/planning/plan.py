@@ -197,7 +197,8 @@ def assumptions(demand: Demand, said: list[str]) -> list[str]:
     elif demand.card.bandwidth:
         lines.append(f"step: {STEP['source']}")
         if model.is_hybrid:
-            lines.append("step: without the small kernels of state layers; 48 of Qwen3.8-27B take 5 to 8 ms on an H200")
+            took = "48 of Qwen3.8-27B: 5 to 8 ms on an H200, without torch.compile"
+            lines.append(f"step: without the small kernels of state layers ({took})")
         if is_measured_h100(demand.card):
             lines.append("step on H100: from the H200's; within 9 % of those measured: bf16, fp8, 4 and 2.5 bits")
         elif demand.card.name != STEP["gpu"]:

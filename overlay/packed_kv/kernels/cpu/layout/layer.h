@@ -34,13 +34,13 @@ struct Layer {
     if (block >= blocks[role]) block = blocks[role] - 1;
     return block < 0 ? 0 : block;  // padding in front of a sequence
   }
-  // The first position behind one that has another mean.
+  // The first position behind `position` that has another mean.
   int64_t end_of_mean(int role, int64_t position) const {
     if (position <= 0) return position < 0 ? 0 : 1;
     int64_t number = mean_number(role, position);
     return number < blocks[role] - 1 ? (number + 1) * block_tokens[role] : INT64_MAX;
   }
-  // That mean, in packing order.
+  // Mean `number` of `mean_number`, in packing order.
   void read_mean(int role, int head, int64_t number, float* mean) const {
     const int32_t* order = order_of(role, head);
     const float *table = table_of(role, head), *factors = spectrum[role] + number * 2 * STORED_DIM;
