@@ -17,31 +17,28 @@ bin=$VENV/bin
 
 run_pytest() { "$bin/python" -m pytest ${which:+"$which"} --durations=15 "$@"; }
 
-# Runs pytest for each of these lists of folders, each in a process of its own.
-in_turn() {
+# Kernels in a process of their own: Triton's interpreter is for the kernels under test, not for vLLM's. Benchmarks come
+# last in theirs: they import llvmlite, and vLLM starts no engine in a process that has.
+kernels_and_more() {
     local failed=0
-    trap 'kill $(jobs -p) 2>/dev/null || true; exit 143' TERM
-    for folders in "$@"; do
+    trap 'kill $(jobs -p); exit 143' TERM
+    for folders in tests/kernels "tests/attention tests/calibration" "tests/window tests/benchmarks"; do
         # shellcheck disable=SC2086
         run_pytest $folders &
         wait $! || failed=1
     done
     return "$failed"
 }
-# Two halves, of one core each, that take about as long. Kernels have a process of their own: Triton's interpreter is
-# for the kernels under test, not for vLLM's. Benchmarks come last in theirs: they import llvmlite, and vLLM starts no
-# engine in a process that has.
+# Both halves, of one core each, take about as long.
 all_tests() {
-    local log other failed=0
+    local log failed=0
     log=$(mktemp)
     # shellcheck disable=SC2064
     trap "kill \$(jobs -p) 2>/dev/null || true; wait; cat '$log'; rm -f '$log'" EXIT
     trap 'exit 130' INT
-    in_turn tests/kernels "tests/attention tests/calibration" >"$log" 2>&1 &
-    other=$!
-    in_turn "tests --ignore=tests/kernels --ignore=tests/attention --ignore=tests/calibration --ignore=tests/window
-        --ignore=tests/benchmarks" "tests/window tests/benchmarks" || failed=1
-    wait "$other" || failed=1
+    kernels_and_more >"$log" 2>&1 &
+    run_pytest tests --ignore=tests/{kernels,attention,calibration,window,benchmarks} || failed=1
+    wait $! || failed=1
     cat "$log"
     : >"$log"
     return "$failed"
