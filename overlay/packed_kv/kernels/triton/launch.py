@@ -191,7 +191,7 @@ class Launch:
         values = tuple(map(_stand_in, values))
         caches = getattr(self.kernel, "device_caches", None)
         if caches is not None and device >= 0:
-            caches[device]  # made here: if threads made it, each would compile into its own
+            caches[device]  # makes one cache for all threads; threads would each make another
 
         def compile_variant() -> None:
             with torch.cuda.device(device):  # of this thread; -1: unchanged

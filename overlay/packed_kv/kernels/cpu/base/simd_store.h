@@ -1,4 +1,4 @@
-// Operations that only the store and the gather need. On 32-bit words:
+// Operations for the store and the gather, on 32-bit words:
 //
 //   smaller_magnitude(a, b)   the smaller of |a| and |b|, with either sign
 //   nearer(least, x, level)   the smaller of |x - level| and |least|, with either sign
