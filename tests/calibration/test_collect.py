@@ -160,7 +160,9 @@ def test_statistics_of_latents() -> None:
             of_value = columns.square().sum((0, 1))
             expected = (of_key / of_key.mean() + of_value / of_value.mean()) / 2
             assert_close(found.key_weight, expected[None], rtol=1e-3, atol=1e-6)
-            assert torch.equal(found.value_weight, found.key_weight) and found.key_first_mean is None
+            assert torch.equal(found.value_weight, found.key_weight)
+            means = found.key_first_mean, found.value_mean, found.value_first_mean
+            assert means == (None,) * 3, "V is the latent, whose mean is K's"
 
 
 def test_a_model_that_does_not_run_is_refused() -> None:
