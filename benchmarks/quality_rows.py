@@ -6,7 +6,9 @@ import json
 import math
 import statistics
 from collections.abc import Callable, Sequence
+from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import tables
 from tables import BASELINE, NOT_FINITE, RESULTS, Row, in_order, made_by
@@ -35,6 +37,13 @@ def forced(rows: list[Row]) -> list[Row]:
             and row["dtype"] in TAKEN.get(Path(row["file"]).name, (row["dtype"],))]  # fmt: skip
 
 
+def kept_of(base: dict[str, Any], part: dict[str, Any]) -> list[tuple[bool, float, float]]:
+    """Return, of each task that the baseline solves, whether a dtype solves it, and the answer's log-probability by the
+    baseline and by the dtype."""
+    both = zip(base["solved"], part["solved"], base["log_probs"], part["log_probs"], strict=True)
+    return [(solved, before, after) for is_solvable, solved, before, after in both if is_solvable]
+
+
 def kept_tasks(name: str) -> list[Row]:
     """A row per dtype, kind of task and length, of the tasks that the baseline solves: how many of how many (`kept`),
     the share that the dtype solves, and the nats lost per answer with their standard error."""
@@ -47,15 +56,14 @@ def kept_tasks(name: str) -> list[Row]:
             base = known.get((part["kind"], part["prompt"]))
             if base is None:
                 continue
-            pairs = zip(base["solved"], base["log_probs"], part["solved"], part["log_probs"], strict=True)
-            kept = [(solved, before - after) for theirs, before, solved, after in pairs if theirs]
-            losses = [lost for _, lost in kept]
+            kept = kept_of(base, part)
+            losses = [before - after for _, before, after in kept]
             lost = statistics.fmean(losses)
             has_error = len(losses) > 1 and math.isfinite(lost)
             rows.append({
                 "dtype": row["dtype"], "task": part["kind"], "prompt": f"{part['prompt']:,}",
                 "kept": f"{len(kept)} of {len(part['solved'])}",
-                "solved": f"{statistics.fmean(solved for solved, _ in kept):.0%}",
+                "solved": f"{statistics.fmean(solved for solved, *_ in kept):.0%}",
                 "lost": (f"{lost:.2f}" if math.isfinite(lost) else NOT_FINITE)
                 + (f" ± {statistics.stdev(losses) / math.sqrt(len(losses)):.2f}" if has_error else ""),
                 **made_by(name, found["run"]),
@@ -63,20 +71,11 @@ def kept_tasks(name: str) -> list[Row]:
     return rows
 
 
-def solvable(name: str) -> dict[str, list[tuple[bool, float]]]:
-    """Return, by dtype, whether each of the tasks that the baseline solves is solved, and its answer's
-    log-probability."""
+def solvable(name: str) -> dict[str, list[tuple[bool, float, float]]]:
+    """Return `kept_of` of all tasks, by dtype."""
     found = {row["dtype"]: row["answers"] for row in json.loads((RESULTS / name).read_text())["rows"]}
     base = found.pop(BASELINE)
-    return {
-        dtype: [
-            (solved, log_prob)
-            for known, part in zip(base, parts, strict=True)
-            for counts, solved, log_prob in zip(known["solved"], part["solved"], part["log_probs"], strict=True)
-            if counts
-        ]
-        for dtype, parts in found.items()
-    }
+    return {dtype: [*chain(*map(kept_of, base, parts))] for dtype, parts in found.items()}
 
 
 def paired_tasks(rows: list[Row]) -> Sequence[Row]:
@@ -88,10 +87,10 @@ def paired_tasks(rows: list[Row]) -> Sequence[Row]:
     for row in rows:
         if (dtype := row["dtype"]) != BASELINE:
             ours = answers[row["file"]][dtype]
-            more = [log_prob - before for (_, log_prob), (_, before) in zip(ours, first[dtype], strict=True)]
+            more = [log_prob - before for (*_, log_prob), (*_, before) in zip(ours, first[dtype], strict=True)]
             error = statistics.stdev(more) / math.sqrt(len(more))
             made[dtype, row["file"]] = {
-                **row, "solved": f"{sum(solved for solved, _ in ours)} of {len(ours)}",
+                **row, "solved": f"{sum(solved for solved, *_ in ours)} of {len(ours)}",
                 "regained": f"{statistics.fmean(more):+.2f} ± {error:.2f}" if any(more) else "",
             }  # fmt: skip
     return in_order(list(made.values()))

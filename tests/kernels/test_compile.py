@@ -36,7 +36,7 @@ GENERATIONS = (80, 86, 89, 90, 100, 120)
 """Of decodes, whose grids count on the programs that fit an SM."""
 FEW_ARCHITECTURES = ARCHITECTURES if EVERY else (80, 90, 120)
 FEW_GENERATIONS = GENERATIONS if EVERY else (80, 86, 90, 120)
-"""Of kernels that take longest to compile."""
+"""The architectures, and the generations of decodes, for which CI compiles the kernels that take longest."""
 STORED = {"tq4": False, "isoquant4": False, "planarquant3": False, "turboquant35": True, "turboquant25": False}
 """Name -> whether calibrated: outliers, scales and means by blocks of positions. Every rotation and width, with and
 without half words."""
