@@ -65,7 +65,7 @@ def test_picked_latents(name: str, rows: int, rope_bits: int) -> None:
 
 def batches() -> Iterator[Any]:
     """Every layout, head size and number of columns, with the ring and without; kinds of means in turn."""
-    groups = {4: (4, 1), 8: (4, 2), 16: (16, 1), 32: (8, 4), 64: (16, 4)}
+    groups = {4: (4, 1), 8: (4, 2), 16: (16, 1), 24: (6, 4), 32: (8, 4), 48: (6, 8), 64: (16, 4)}
     assert set(groups) == set(grids.COLUMN_COUNTS)
     number = 0
     for name in LAYOUTS:
@@ -73,7 +73,7 @@ def batches() -> Iterator[Any]:
             for columns, (group, query_tokens) in groups.items():
                 for recent in (0, 64):
                     number += 1
-                    means = (None, "one", "blocks")[number % 3]
+                    means = (None, "one", "blocks", "values")[number % 4]
                     label = f"{name}-{head_dim}-{columns}-{recent}-{means}"
                     yield pytest.param(name, head_dim, group, query_tokens, recent, means, id=label)
 

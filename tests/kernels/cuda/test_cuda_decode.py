@@ -62,17 +62,27 @@ def gpu_only(**options: Any) -> Any:
         {"name": "isoquant4", "head_dim": 64, "kv_heads": 1, "seq_lens": (1100, 1700, 40), "splits": Grid(2, 3, True)},
         # More parts than a thread loads at once (AT_ONCE).
         {"name": "isoquant4", "head_dim": 64, "kv_heads": 1, "seq_lens": (9300, 5000), "splits": Grid(2, 18, True)},
-        # More than 8 columns: 16, 32 and teams.
+        # More than 8 columns: 16, 32, 24, and teams of 64 and 48.
         {"name": "turboquant35", "head_dim": 64, "kv_heads": 1, "group": 16, "seq_lens": (1, 100)},
         {"name": "isoquant4", "head_dim": 64, "kv_heads": 1, "group": 3, "query_lens": (4, 1, 0),
          "seq_lens": (1100, 40, 9), "splits": Grid(2, 3, True)},
         {"name": "turboquant25", "head_dim": 64, "kv_heads": 1, "group": 8, "query_lens": (3, 0, 4),
          "seq_lens": (300, 5, 33), "splits": Grid(1, 10, False)},
+        {"name": "turboquant35", "head_dim": 64, "kv_heads": 1, "group": 6, "query_lens": (4, 1, 0),
+         "seq_lens": (1100, 40, 9), "splits": Grid(4, 3, True)},
+        {"name": "tq4", "kv_heads": 1, "group": 12, "query_lens": (2, 1), "seq_lens": (300, 70),
+         "splits": Grid(1, 4, False)},
         {"name": "tq4", "kv_heads": 1, "group": 16, "query_lens": (2, 1), "seq_lens": (1100, 70),
          "splits": Grid(4, 2, True)},
         {"name": "isoquant3", "kv_heads": 1, "group": 16, "query_lens": (4, 3), "seq_lens": (2100, 70),
          "splits": Grid(4, 2, True)},
+        {"name": "turboquant25", "head_dim": 64, "kv_heads": 1, "group": 6, "query_lens": (8, 1), "seq_lens": (300, 70),
+         "splits": Grid(2, 3, True)},
+        {"name": "isoquant3", "kv_heads": 1, "group": 12, "query_lens": (4, 3), "seq_lens": (700, 70),
+         "splits": Grid(4, 2, False)},
         # A warpgroup that attends and one that unpacks.
+        {"name": "isoquant4", "kv_heads": 1, "group": 12, "query_lens": (4, 3), "seq_lens": (1100, 70),
+         "splits": Grid(4, 2, True)},
         {"name": "isoquant4", "kv_heads": 1, "group": 16, "query_lens": (4, 3), "seq_lens": (1100, 70),
          "splits": Grid(4, 2, True)},
         # Its V is lifted where all scales of 16 tokens are small: of all tokens, and of some.
@@ -83,19 +93,23 @@ def gpu_only(**options: Any) -> Any:
         # Passes: a request of three, of one, of none; one part has tiles of some passes only.
         {"name": "isoquant4", "head_dim": 64, "kv_heads": 1, "group": 12, "query_lens": (13, 2, 0),
          "seq_lens": (1037, 40, 9), "splits": Grid(2, 4, True)},
+        {"name": "tq3", "head_dim": 64, "kv_heads": 1, "group": 24, "query_lens": (3, 1), "seq_lens": (137, 40),
+         "splits": Grid(2, 3, True)},
         # Heads of 256: each query twice, and once.
         {"name": "turboquant25", "head_dim": 256, "kv_heads": 1, "group": 2, "query_lens": (2, 0, 1),
          "seq_lens": (9, 5, 70), "block_size": 32, "splits": Grid(1, 5, False)},
         {"name": "tq4", "head_dim": 256, "kv_heads": 1, "group": 6, "seq_lens": (1100, 37, 0, 1),
          "splits": Grid(4, 2, True)},
         {"name": "tq3", "head_dim": 256, "kv_heads": 1, "group": 3, "seq_lens": (300, 16), "dtype": torch.float32},
-        # Teams over heads of 256: 16, 32 and 64 columns, and two passes.
+        # Teams over heads of 256: 16, 24, 32, 48 and 64 columns, and two passes.
         {"name": "turboquant35", "head_dim": 256, "kv_heads": 1, "group": 6, "query_lens": (2, 1, 0),
          "seq_lens": (700, 40, 9), "splits": Grid(8, 2, True)},
         {"name": "tq4", "head_dim": 256, "kv_heads": 1, "group": 6, "query_lens": (4, 1), "seq_lens": (1100, 70),
          "splits": Grid(8, 3, True)},
         {"name": "tq3", "head_dim": 256, "kv_heads": 1, "group": 6, "query_lens": (5, 0, 2), "seq_lens": (300, 5, 33),
          "splits": Grid(8, 2, False)},
+        {"name": "tq4", "head_dim": 256, "kv_heads": 1, "group": 6, "query_lens": (8, 1), "seq_lens": (300, 9),
+         "splits": Grid(8, 2, True)},
         {"name": "turboquant25", "head_dim": 256, "kv_heads": 1, "group": 16, "query_lens": (5, 1),
          "seq_lens": (300, 5), "splits": Grid(8, 2, True)},
         gpu_only(name="tq4", head_dim=256, kv_heads=4, group=6, seq_lens=(9000, 4097), splits=Grid(4, 99, True)),
@@ -231,7 +245,7 @@ def test_recent_tokens(options: dict[str, Any]) -> None:
     half(("isoquant4", "isoquant3", "turboquant35", "turboquant25"), (False, True), COLUMN_COUNTS),
 )
 def test_resources(name: str, centred: bool, columns: int, tmp_path: Path) -> None:
-    """NVRTC, which needs no GPU, compiles the kernel: an SM holds the warps of the grid. Up to 16 columns, few words
+    """NVRTC, which needs no GPU, compiles the kernel: an SM holds the warps of the grid. Up to 24 columns, few words
     are spilled, outside of the loop; 32 columns and teams spill some in it, and blocks with warps that only unpack
     none."""
     page = page_layout(FORMATS[name], 128)
@@ -246,7 +260,7 @@ def test_resources(name: str, centred: bool, columns: int, tmp_path: Path) -> No
     registers, stack, _ = resources(file)["decode"]
     threads, shared_bytes = block_of(file.read_bytes(), "decode")
     blocks = few.warps_per_sm // few.warps
-    spilled = 16 if columns <= 16 else 0 if int(values["UNPACKERS"]) else 48 if columns == 32 else 192
+    spilled = {4: 16, 8: 16, 16: 16, 24: 32, 32: 48}.get(columns, 0 if int(values["UNPACKERS"]) else 192)
     assert registers <= 255 and stack <= spilled
     assert generation_of((9, 0)).resident_blocks(registers, shared_bytes, threads // 32) >= blocks
 
@@ -255,15 +269,15 @@ def test_resources(name: str, centred: bool, columns: int, tmp_path: Path) -> No
     ("name", "columns", "is_final"),
     [
         *half(("isoquant4", "turboquant25"), (4, 8), (True, False)),
-        *((*case, True) for case in half(("isoquant4", "turboquant25"), (16, 32, 64))),
+        *((*case, True) for case in half(("isoquant4", "turboquant25"), (16, 24, 32, 48, 64))),
     ],
 )
 def test_resources_of_heads_of_256(name: str, is_final: bool, columns: int, tmp_path: Path) -> None:
-    """An SM holds three blocks of four warps, or as many warps in blocks of one; of teams, two blocks, of 64 columns
-    one."""
+    """An SM holds three blocks of four warps, or as many warps in blocks of one; of teams, two blocks, of 48 and
+    64 columns one."""
     page = page_layout(FORMATS[name], 256)
     few, many = block_kinds(GridInputs(4, 256, 132), columns)
-    assert few.warps == many.warps and few.warps_per_sm == {4: 12, 8: 12, 64: 8}.get(columns, 16)
+    assert few.warps == many.warps and few.warps_per_sm == {4: 12, 8: 12, 48: 8, 64: 8}.get(columns, 16)
     warps = few.warps if is_final else 1
     variant = PairVariant(
         warps, is_final, columns, 16, ring_block=8, recent=64, has_bias=True, output=torch.bfloat16, tiles_a_block=8
@@ -272,7 +286,7 @@ def test_resources_of_heads_of_256(name: str, is_final: bool, columns: int, tmp_
     file.write_bytes(machine_code(Compilation.of(source_of(values), values)))
     registers, stack, _ = resources(file)["decode"]
     threads, shared_bytes = block_of(file.read_bytes(), "decode")
-    assert registers <= LARGE_REGISTERS[columns] and stack <= {16: 72, 32: 192, 64: 96}.get(columns, 24)
+    assert registers <= LARGE_REGISTERS[columns] and stack <= {16: 72, 24: 48, 32: 192, 48: 64, 64: 96}.get(columns, 24)
     assert shared_bytes <= generation_of((9, 0)).block_shared_bytes
     assert generation_of((9, 0)).resident_blocks(registers, shared_bytes, threads // 32) >= few.warps_per_sm // warps
 
@@ -282,7 +296,7 @@ def test_resources_of_heads_of_256(name: str, is_final: bool, columns: int, tmp_
     [
         ("tq4", 4, (10, 0)), ("tq4", 32, (10, 0)), ("tq3", 16, (10, 0)), ("turboquant25", 32, (10, 0)),
         ("tq4", 8, (12, 0)), ("tq4", 32, (12, 0)), ("turboquant25", 16, (12, 0)), ("tq3", 32, (12, 0)),
-        ("turboquant25", 8, (10, 3)), ("turboquant35", 8, (12, 1)),
+        ("turboquant25", 8, (10, 3)), ("turboquant35", 8, (12, 1)), ("tq4", 24, (12, 0)), ("turboquant25", 24, (10, 0)),
     ],
 )  # fmt: skip
 def test_resources_of_blackwell(name: str, columns: int, capability: tuple[int, int], tmp_path: Path) -> None:
@@ -303,11 +317,11 @@ def test_resources_of_blackwell(name: str, columns: int, capability: tuple[int, 
     assert "CALL.ABS" not in dump("--dump-sass", file)
 
 
-@pytest.mark.parametrize(("capability", "warps"), [((10, 0), [16, 16, 8, 8]), ((12, 0), [8, 8, 8, 4])])
+@pytest.mark.parametrize(("capability", "warps"), [((10, 0), [16, 16, 8, 8, 8]), ((12, 0), [8, 8, 8, 4, 4])])
 def test_grids_of_blackwell(capability: tuple[int, int], warps: list[int]) -> None:
     """Its SMs hold the warps that fit their shared memory, whole blocks of either kind."""
     inputs = GridInputs(8, 128, 132, generation=generation_of(capability))
-    assert [inputs.warps_per_sm(columns) for columns in COLUMN_COUNTS[:4]] == warps
+    assert [inputs.warps_per_sm(columns) for columns in COLUMN_COUNTS[:5]] == warps
     for columns, most in zip(COLUMN_COUNTS, warps, strict=False):
         few, many = block_kinds(inputs, columns)
         assert 4 <= many.warps <= few.warps <= most and most % few.warps == most % many.warps == 0
@@ -372,7 +386,9 @@ def test_grid_of_teams(requests: int) -> None:
 
 
 def test_columns() -> None:
-    assert [column_count(1, length) for length in (1, 4, 5, 8, 9, 17, 33, 64)] == [4, 4, 8, 8, 16, 32, 64, 64]
+    lengths = (1, 4, 5, 8, 9, 17, 25, 33, 49, 64)
+    assert [column_count(1, length) for length in lengths] == [4, 4, 8, 8, 16, 24, 32, 48, 64, 64]
     assert [pass_count(6, length) for length in (1, 10, 11, 16)] == [1, 1, 2, 2]
-    assert columns_of_steps(16, 4) == {16: 1, 32: 1, 64: 1}
-    assert columns_of_steps(6, 16) == {8: 1, 16: 1, 32: 1, 64: 2}
+    assert columns_of_steps(16, 4) == {16: 1, 32: 1, 48: 1, 64: 1}
+    assert columns_of_steps(6, 16) == {8: 1, 16: 1, 24: 1, 32: 1, 48: 1, 64: 2}
+    assert columns_of_steps(24, 3) == {24: 1, 48: 2}

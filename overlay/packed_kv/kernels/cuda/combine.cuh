@@ -152,7 +152,7 @@ INLINE bool combine_blocks(const Arguments& a, const Request& request, int head,
     // and all columns of its warp; then a thread loads four channels of TOGETHER columns and AT_ONCE parts.
     constexpr int ALL = COLUMNS * PIECES, THREADS = WARPS * 32;
     constexpr int EACH = (COLUMNS + WARPS - 1) / WARPS, ROUNDS = (ALL + THREADS - 1) / THREADS;
-    constexpr int MOST = COLUMNS > 8 ? 4 : 2;  // as registers allow
+    constexpr int MOST = COLUMNS % 3 == 0 ? 3 : COLUMNS > 8 ? 4 : 2;  // as registers allow; a divisor of ROUNDS
     constexpr int TOGETHER = ROUNDS < MOST ? ROUNDS : MOST, AT_ONCE = TOGETHER == 1 ? 8 : 4;
     static_assert(ROUNDS == 1 || ALL % (TOGETHER * THREADS) == 0, "no column past the last");
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % WARPS;

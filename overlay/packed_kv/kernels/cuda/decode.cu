@@ -14,7 +14,7 @@
 //                                       the fields of `KernelLayout`; *_AT are offsets in a micro-block or ring slot
 //   TABLE_*, *_3, *_2                   values of `units.py`
 //   KV_HEADS, QUERY_GROUP               KV heads, and query heads per KV head
-//   COLUMNS                             at least QUERY_GROUP times the query tokens of a pass: 4, 8, 16, 32 or 64
+//   COLUMNS                             at least QUERY_GROUP times the query tokens of a pass: 4, 8, 16, 24, 32, 48 or 64
 //   PASSES, PASS_TOKENS                 passes over the keys of a request, and the query tokens of each
 //   HAS_PASS_TABLE                      whether requests are passes over prefixes that a table lists
 //   MICRO_BLOCKS, TILE_BLOCKS           micro-blocks per page, and per tile
@@ -109,7 +109,7 @@ INLINE WorkItem shared_work_item() {
 
 // The code that serves a variant (`constants` of launch.py), in a namespace of its own. roles.cuh serves the codes and
 // head sizes of `has_unpackers`.
-#if UNPACKERS  // 64 columns with V of 4 bits and head_dim 128: two warpgroups, wgmma
+#if UNPACKERS  // 48 and 64 columns with V of 4 bits and head_dim 128: two warpgroups, wgmma
 #include "roles.cuh"
 namespace variant = roles;
 #elif IS_WIDE  // other codes and head sizes, and mixed codes: a team of warps, mma

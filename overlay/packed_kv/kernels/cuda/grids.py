@@ -14,24 +14,24 @@ from ..kernel_layout import kernel_layout
 from . import COLUMNS, LARGE_HEAD, pass_tokens
 from .schedule import Scheduler, item_count
 
-COLUMN_COUNTS = (4, 8, 16, 32, COLUMNS)
+COLUMN_COUNTS = (4, 8, 16, 24, 32, 48, COLUMNS)
 """The columns that kernels are compiled for. Beyond the last, query tokens take several passes over the keys."""
 NARROW, NARROW_LARGE = 32, 8
 """The most columns that each warp serves alone, for heads of up to 128 channels and for larger ones. Beyond, a block's
 warps share one unpacking (`wide.cuh`, `roles.cuh`)."""
-REGISTERS = {4: 128, 8: 128, 16: 255, 32: 255, 64: 255}
+REGISTERS = {4: 128, 8: 128, 16: 255, 24: 255, 32: 255, 48: 255, 64: 255}
 """Registers of a lane, by columns, that the kernels are compiled to fit."""
 ROLE_REGISTERS = 128
 """The same for blocks with warps that only unpack, on average: these warps give registers to the warps that attend."""
-WARP_BYTES = {4: 9 * KIB, 8: 9 * KIB, 16: 11 * KIB, 32: 22 * KIB, 64: 28 * KIB}
+WARP_BYTES = {4: 9 * KIB, 8: 9 * KIB, 16: 11 * KIB, 24: 16 * KIB, 32: 22 * KIB, 48: 24 * KIB, 64: 28 * KIB}
 """Shared memory of a warp, by columns: an upper bound, for any layout, of its share of a block's."""
-LARGE_WARPS = {4: 4, 8: 4, 16: 8, 32: 8, 64: 8}
+LARGE_WARPS = {4: 4, 8: 4, 16: 8, 24: 8, 32: 8, 48: 8, 64: 8}
 """Warps of a block over heads of `LARGE_HEAD` channels: outputs take twice the registers that 128 channels take, and
 tiles have twice the bytes."""
-LARGE_REGISTERS = {4: 168, 8: 168, 16: 128, 32: 128, 64: 255}
-"""`REGISTERS` for such heads. Up to 8 columns, an SM holds three blocks with 168 registers, two with 255; with 16 and
+LARGE_REGISTERS = {4: 168, 8: 168, 16: 128, 24: 128, 32: 128, 48: 255, 64: 255}
+"""`REGISTERS` for such heads. Up to 8 columns, an SM holds three blocks with 168 registers, two with 255; with 16 to
 32 columns, two with 128."""
-LARGE_WARP_BYTES = {4: 18 * KIB, 8: 18 * KIB, 16: 14 * KIB, 32: 14 * KIB, 64: 18 * KIB}
+LARGE_WARP_BYTES = {4: 18 * KIB, 8: 18 * KIB, 16: 14 * KIB, 24: 14 * KIB, 32: 14 * KIB, 48: 16 * KIB, 64: 18 * KIB}
 """`WARP_BYTES` of such heads."""
 HOPPER = generation_of((9, 0))
 UNPACKERS = 4
@@ -113,8 +113,8 @@ def block_kinds(inputs: GridInputs, columns: int) -> tuple[BlockKind, BlockKind]
     few, many = most // 2, 2 if columns == 16 and inputs.generation.is_seen else 4
     if inputs.head_dim == LARGE_HEAD:
         few = many = LARGE_WARPS[columns]
-    elif columns >= NARROW:
-        few = many = 4 if columns == NARROW else inputs.head_dim // GROUP_SIZE
+    elif columns > 16:
+        few = many = 4 if columns <= NARROW else inputs.head_dim // GROUP_SIZE
     return BlockKind(few, most, stream_k=True), BlockKind(many, most, stream_k=False)
 
 

@@ -8,7 +8,9 @@ namespace wide {
 
 constexpr int TEAM_BLOCKS = WARPS * TILE_BLOCKS;  // micro-blocks of a team's tile
 constexpr int OPERAND = 32 * 16;  // bytes that a warp loads at once, 16 a lane
-constexpr int WEIGHT_BYTES = 2 * 16 * TEAM_BLOCKS * COLUMNS;  // of a tile
+constexpr int OCTET_PAIRS = (OCTETS + 1) / 2;  // the weights of two octets lie together
+constexpr int octets_of_pair(int pair) { return pair == OCTETS / 2 ? 1 : 2; }
+constexpr int WEIGHT_BYTES = TEAM_BLOCKS * OCTET_PAIRS * OPERAND;  // of a tile
 struct TeamMemory {
     u8 stages[STAGES][STAGE_BYTES];
     u8 queries[2 * HEAD_DIM * COLUMNS];
@@ -26,7 +28,7 @@ struct SharedMemory {
     };
 };
 static_assert(AT(team.stages) == STAGES_AT, "where `Stages` has them");
-static_assert(WARPS == GROUPS && OCTETS % 2 == 0, "a warp for each group, and pairs of octets");
+static_assert(WARPS == GROUPS && OCTETS > 1, "a warp for each group");
 
 // The headroom of weights, see `HEADROOM`. A lane sums the weights of all its columns, and compares the sum with the
 // ceiling.
@@ -147,14 +149,14 @@ INLINE bool share_weights(TeamState& state, int warp, const Lane& lane, float sc
                           const float (&scores)[TILES][SCORES], u32 scale_bits, Put&& put) {
     const u32 maxima = own_numbers(AT(team.maxima), warp, lane);
     float sums[OWN], sum = 0;
-    for_each<OCTETS / 2>([&](auto pair) {
-        constexpr int first_octet = 2 * pair.value;
+    for_each<OCTET_PAIRS>([&](auto pair) {
+        constexpr int first_octet = 2 * pair.value, octets = octets_of_pair(pair.value);
         float top[4];
-        for_each<2>([&](auto o) { load_shared_2(maxima + 32 * (first_octet + o.value), (u32*)top + 2 * o.value); });
+        for_each<octets>([&](auto o) { load_shared_2(maxima + 32 * (first_octet + o.value), (u32*)top + 2 * o.value); });
         for_each<TILES>([&](auto t) {
             constexpr bool is_first = t.value == 0;
-            u32 operands[4];
-            for_each<2>([&](auto o) {
+            u32 operands[4] = {};
+            for_each<octets>([&](auto o) {
                 constexpr int octet = first_octet + o.value, own = 2 * octet;
                 float weights[4];
                 for_each<4>([&](auto r) {
@@ -170,7 +172,7 @@ INLINE bool share_weights(TeamState& state, int warp, const Lane& lane, float sc
             });
             put(t, pair, operands);
         });
-        for_each<4>([&](auto c) { sum += sums[4 * pair.value + c.value]; });
+        for_each<2 * octets>([&](auto c) { sum += sums[4 * pair.value + c.value]; });
     });
     put.finish();
     if (any_thread(!moved && ((scale_bits & state.scale_guard) != 0 || !(sum < state.ceiling)))) return true;

@@ -5,7 +5,7 @@
 
 namespace wide {
 
-constexpr int WEIGHTS_OF_BLOCK = OCTETS / 2 * OPERAND;
+constexpr int WEIGHTS_OF_BLOCK = OCTET_PAIRS * OPERAND;
 
 // Puts queries into shared memory; without a ring, in the unit of `Queries::to_page_unit`.
 INLINE void share_queries(const Arguments& a, const Request& request, int head, int warp, const Lane& lane) {
@@ -101,11 +101,11 @@ struct WeightsOfWarp {
 // Adds V of 16 tokens, decoded to `pairs`, multiplied by the weights at `weights`. `scales` has one byte per token n3 n0.
 INLINE void add_group(TeamState& state, const u32 (&pairs)[8], u32 scales, u32 weights) {
     const u32 low_scales = scale_pair(scales, 0x4140), high_scales = scale_pair(scales, 0x4342);
-    for_each<OCTETS / 2>([&](auto pair) {
+    for_each<OCTET_PAIRS>([&](auto pair) {
         constexpr int first_octet = 2 * pair.value;
         u32 words[4];
         load_shared_4(weights + pair.value * OPERAND, words);
-        for_each<2>([&](auto o) {
+        for_each<octets_of_pair(first_octet / 2)>([&](auto o) {
             constexpr int first = 4 * (first_octet + o.value);
             float(&low_channels)[4] = *(float(*)[4])(state.output[0] + first);
             float(&high_channels)[4] = *(float(*)[4])(state.output[1] + first);

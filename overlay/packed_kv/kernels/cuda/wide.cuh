@@ -1,4 +1,4 @@
-// Attention of a block for 64 columns (16 to 64 over heads of 256), which share one unpacking. Its warps are a team,
+// Attention of a block for 48 and 64 columns (16 to 64 over heads of 256), which share one unpacking. Its warps are a team,
 // one for each group of 32 channels. Each warp computes the weights of its own tokens for all columns, and leaves them
 // in shared memory; then it adds V of all the team's tokens for its own group of channels. So each code is unpacked by
 // one warp, once, and a warp holds the outputs of 32 channels only.
