@@ -283,3 +283,29 @@ def test_engines_without_graphs(more: dict[str, Any], demo_model: str, replayed:
     with engine(demo_model, "tq4", compilation_config=graphs("FULL_AND_PIECEWISE"), **OPTIONS, **more) as llm:
         serve(llm)
     assert not replayed
+
+
+@pytest.mark.parametrize("name", ["tq4", "turboquant25"])
+def test_a_long_prefix(name: str, demo_model: str, replayed: Counter, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts behind 40,000 tokens that the prefix cache has."""
+    long = 40000
+    more = {
+        "max_model_len": long + 1024, "hf_overrides": {"max_position_embeddings": long + 1024},
+        "kv_cache_memory_bytes": 256 << 20,
+    }  # fmt: skip
+    options = OPTIONS | more
+    with engine(demo_model, name, compilation_config=graphs("FULL_AND_PIECEWISE"), **options) as llm:
+        ids = llm.get_tokenizer().encode(TEXT)
+        prefix = (ids * (long // len(ids) + 1))[:long]
+        llm.generate({"prompt_token_ids": prefix}, SamplingParams(max_tokens=1), use_tqdm=False)
+        before = sum(replayed.values())
+        prompts: Any = [
+            {"prompt_token_ids": prefix + ids[37 * i + 50 : 37 * i + 50 + new]} for i, new in enumerate(NEW)
+        ]
+        sampling = SamplingParams(max_tokens=TOKENS, temperature=0, ignore_eos=True)
+        with monkeypatch.context() as patches:
+            repeats = Repeats(llm, patches)
+            results = llm.generate(prompts, sampling, use_tqdm=False)
+            repeats.check()
+        assert all(long - 128 < (result.num_cached_tokens or 0) <= long for result in results)
+        assert sum(replayed.values()) > before
