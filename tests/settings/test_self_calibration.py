@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import fcntl
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable
+from importlib import resources
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -201,7 +203,7 @@ def test_the_command_runs_the_model_as_the_engine_does(
         assert part in command[-3]
 
 
-def test_what_decides_a_file_is_in_its_name(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_decides_a_file_is_in_its_name(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plain = settings(model)
     assert cached_file(plain) == cached_file(settings(model, tensor_parallel_size=1, seed=7, block_size=32))
     others = [
@@ -220,7 +222,14 @@ def test_what_decides_a_file_is_in_its_name(model: str, monkeypatch: pytest.Monk
     names.add(cached_file(plain))  # its own file is not what decides
     monkeypatch.setattr(self_calibration, "VERSION", self_calibration.VERSION + 1)
     names.add(cached_file(plain))
-    assert len(names) == 1 + len(others) + 2
+    upgraded = Path(shutil.copytree(str(resources.files("tq_calibrate")), tmp_path / "tq_calibrate"))
+    (upgraded / "widths.py").write_text("# chooses otherwise")
+    with monkeypatch.context() as patches:
+        patches.setattr(resources, "files", lambda _name: upgraded)
+        self_calibration._calibrator.cache_clear()
+        names.add(cached_file(plain))
+    self_calibration._calibrator.cache_clear()
+    assert len(names) == 1 + len(others) + 3
 
 
 def refusal(config: VllmConfig) -> str:

@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import hashlib
+import importlib.resources
 import json
 import os
 import re
@@ -39,9 +41,6 @@ logger = init_logger("vllm.packed_kv")
 
 CONTEXT = 2048
 """Tokens of a sequence that tq-calibrate runs, unless the engine serves fewer."""
-STATISTICS = 2
-"""Version of tq-calibrate's statistics: increment it when its choices change, so that engines have their files
-regenerated. 2: keys are weighed by the attention that they get."""
 PROGRESS = ("loading ", "calibrating: ", "choosing: ")
 """Beginnings of the lines in which tq-calibrate tells how far it is."""
 TOKENIZERS = ("tokenizer", "vocab", "tekken", "tiktoken", "spiece", "sentencepiece", "qwen.tiktoken", "spm")
@@ -88,12 +87,12 @@ def settled_file(config: VllmConfig) -> Path:
 
 def cached_file(config: VllmConfig) -> Path:
     """Path of the cached file of an engine's model: below vLLM's own folder in the user's cache, under the model's name
-    and a digest of all that decides the file: weights, tokenizer, arguments, context, version of the file and of the
-    statistics that it is made from."""
+    and a digest of all that decides the file: weights, tokenizer, arguments, context, version of the file, and
+    tq-calibrate's code, which may choose otherwise after an upgrade."""
     model = config.model_config
     decides = {
         "version": VERSION,
-        "statistics": STATISTICS,
+        "calibrator": _calibrator(),
         "files": _identity(model),
         "options": _model_options(config),
         "numbers": model_numbers(config),
@@ -103,6 +102,14 @@ def cached_file(config: VllmConfig) -> Path:
     digest = hashlib.sha256(json.dumps(decides, sort_keys=True).encode()).hexdigest()[:16]
     name = re.sub(r"[^\w.-]+", "-", model.model.rstrip("/").rpartition("/")[2])
     return Path(vllm.envs.VLLM_CACHE_ROOT) / "packed_kv" / f"{name}-{digest}.json"
+
+
+@functools.cache
+def _calibrator() -> str:
+    """Digest of tq-calibrate's code."""
+    files = (file for file in importlib.resources.files("tq_calibrate").iterdir() if file.name.endswith(".py"))
+    code = [file.read_bytes() for file in sorted(files, key=lambda file: file.name)]
+    return hashlib.sha256(b"\0".join(code)).hexdigest()
 
 
 def _identity(model: ModelConfig) -> list[Any]:
