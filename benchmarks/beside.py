@@ -69,7 +69,7 @@ def main() -> None:
         name, *numbers = words.split(":")
         requests, context, group, queries, *recent = map(int, numbers)
         pairs = Layers(name, requests, context, *(recent or [0]), heads=Heads(group=group), query_tokens=queries)
-        compare(words, asked.sources, len(pairs.caches), lambda pairs=pairs: pairs.rounds("cuda", None, 128)["cuda"])
+        compare(words, asked.sources, len(pairs.caches), lambda pairs=pairs: pairs.rounds("cuda")["cuda"])
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ included. With --spread S requests have 1 - S to 1 + S times the context, in any
 or one of each block of positions, whose product with the queries is made beside their rotation, or `values` have one as
 well. With --key-bits the kernels are timed over pages whose groups of K have these bits, too, in turns with those of
 the dtype's own widths. The kernels `bf16` and `fp8` are FlashAttention 3 of vLLM over such pages of the same batch, its
-own scheduler included. --schedulers times the CUDA kernel's scheduler, which runs once per step, too.
+own scheduler included.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ class Layers:
         first = torch.full((requests,), context - stored, dtype=torch.int32, device="cuda")
         return Ring(cache, table.to(torch.int32), first, recent)
 
-    def rounds(self, kernel: str, splits: int | None, registers: int) -> dict[str, Callable[[], None]]:
+    def rounds(self, kernel: str) -> dict[str, Callable[[], None]]:
         """Attention of all layers by `kernel`, with the rotation of the query and without."""
         if kernel in FLASH:
             return self._rounds_of_flash(kernel)
@@ -144,8 +144,8 @@ class Layers:
         sm_count = torch.cuda.get_device_properties(0).multi_processor_count
         generation = generation_of(torch.cuda.get_device_capability(0))
         shape = decode_module.DecodeShape(kv_heads, group, head_dim)
-        grid = grids.Grid(1, splits or shape.splits(requests, self.query_tokens, sm_count, generation), is_final=False)
-        if kernel == "cuda" and splits is None:
+        grid = grids.Grid(1, shape.splits(requests, self.query_tokens, sm_count, generation), is_final=False)
+        if kernel == "cuda":
             inputs = grids.grid_inputs(self.page, kv_heads, sm_count)
             columns = grids.column_count(group, self.query_tokens)
             passes = grids.pass_count(group, self.query_tokens)
@@ -181,7 +181,7 @@ class Layers:
                 else:
                     batch = (rotated, cache, table, self.start, self.seq_lens, partial, stats)
                     centred = dict(query_bias=bias, tiles_a_block=tiles_a_block or 0, value_means=self.value_means)
-                    options = dict(max_query_len=self.query_tokens, max_registers=registers, ring=ring)
+                    options = dict(max_query_len=self.query_tokens, ring=ring)
                     decode(self.page, *batch, **options, **centred)
                 if not grid.is_final:
                     merge(partial, stats, backward, outputs[i], value_means=self.value_means, query_bias=bias)
@@ -217,20 +217,6 @@ def _deal_out(blocks: torch.Tensor, lengths: list[int]) -> torch.Tensor:
     """Block table, int32 [requests, most blocks of one]."""
     parts = blocks[: sum(lengths) // BLOCK_SIZE].split([n // BLOCK_SIZE for n in lengths])
     return torch.nn.utils.rnn.pad_sequence(list(parts), batch_first=True).to("cuda", torch.int32)
-
-
-def time_schedulers(heads: Heads) -> None:
-    """Print the time of the schedule of a step, which serves all layers."""
-    sm_count = torch.cuda.get_device_properties(0).multi_processor_count
-    for max_num_seqs in (128, 256, 1024):
-        for requests in (n for n in (4, 32, 128, 256, 1024) if n <= max_num_seqs):
-            inputs, columns = grids.GridInputs(heads.count, heads.channels, sm_count), 4
-            schedulers = grids.make_schedulers(max_num_seqs, inputs, {columns: 1}, torch.device("cuda"))
-            scheduler = schedulers[grids.block_kind(requests, inputs, columns)]
-            seq_lens = torch.randint(1, 20000, (requests,), dtype=torch.int32, device="cuda")
-            times = interleaved({"schedule": lambda scheduler=scheduler, lengths=seq_lens: scheduler(lengths)})
-            case = f"schedule of {requests} requests, max_num_seqs {max_num_seqs}"
-            print(f"{case}: {times['schedule'][1] * LAYERS:.1f} us a step")
 
 
 def interleaved(rounds: dict[str, Callable[[], None]], layers: int = LAYERS) -> dict[str, list[float]]:
@@ -272,12 +258,7 @@ def main() -> None:
     parser.add_argument("--query-tokens", type=int, nargs="+", default=[1], help="of a request (default: 1)")
     parser.add_argument("--kv-heads", type=int, default=KV_HEADS, help="heads of K and V (default: 8)")
     parser.add_argument("--head-dim", type=int, default=HEAD_DIM, help="channels of a head (default: 128)")
-    parser.add_argument("--schedulers", action="store_true", help="time the schedulers, too")
     parser.add_argument("--shapes", nargs="+", default=[f"{n}x{context}" for n, context in SHAPES], metavar="NxCONTEXT")
-    parser.add_argument("--splits", type=int, help="of a warp each (default: the grid that the backend takes)")
-    parser.add_argument(
-        "--max-registers", type=int, default=decode_module.MAX_REGISTERS, help="of the Triton kernel up to 8 columns"
-    )
     parser.add_argument("--csv", type=Path)
     parser.add_argument("--commit", help="of this code, where there is no git")
     options = parser.parse_args()
@@ -301,7 +282,7 @@ def main() -> None:
                 for kernel in (kernel for kernel in options.kernels if bits is None or kernel not in FLASH):
                     label = f"{kernel} K {bits}" if bits else kernel
                     measured[label] = kernel, bits
-                    found = layers.rounds(kernel, options.splits, options.max_registers)
+                    found = layers.rounds(kernel)
                     rounds |= {label: found[kernel], f"{label} all": found[f"{kernel} all"]}
             times = interleaved(rounds)
             slot_bytes = FORMATS[name].slot_bytes(heads.channels)
@@ -324,8 +305,6 @@ def main() -> None:
                 }  # fmt: skip
                 if options.csv:
                     append(options.csv, {**row, **made_with})
-    if options.schedulers:
-        time_schedulers(heads)
 
 
 if __name__ == "__main__":

@@ -65,8 +65,9 @@ class Batch:
         return [source[torch.randint(0, len(source), (self.blocks,), device="cuda")] for _ in range(LAYERS)]
 
 
-def row_blocks(codec: LatentRowCodec, blocks: int = 64) -> torch.Tensor:
-    """Blocks of random rows, uint8 [blocks, BLOCK_SIZE, row bytes]."""
+def row_blocks(codec: LatentRowCodec) -> torch.Tensor:
+    """Blocks of random rows, uint8 [64, BLOCK_SIZE, row bytes]."""
+    blocks = 64
     cache = torch.zeros(blocks, BLOCK_SIZE, codec.slot_bytes, dtype=torch.uint8, device="cuda")
     tokens = torch.arange(blocks * BLOCK_SIZE, device="cuda")
     codec.write(cache, tokens, *(torch.randn(len(tokens), n, device="cuda") for n in (RANK, ROPE)))

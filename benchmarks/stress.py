@@ -70,7 +70,7 @@ def pairs(shapes: Shapes) -> Iterator[Case]:
 
         def make(of=(name, requests, context, recent, spread, means), group=group, queries=queries):
             layers = Layers(*of, Heads(group=group), queries)
-            yield layers.rounds("cuda", None, 128)["cuda"], None, layers.outputs
+            yield layers.rounds("cuda")["cuda"], None, layers.outputs
 
         yield f"{requests} x {context}, {group} x {queries} columns, {name}, window {recent}, means {means}", make
 

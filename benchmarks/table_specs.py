@@ -20,6 +20,7 @@ from quality_rows import (
     paired_tasks,
     tasks,
 )
+from release import OURS, SHOWN
 from table_rows import (
     CASE,
     CODINGS,
@@ -67,8 +68,6 @@ def with_kernels(row: Row, base: Row | None) -> str:
 
 
 LONG = {"requests": ("32", "128", "8"), "context": ("8192", "2048", "32768")}
-OURS = ("tq4", "turboquant35", "turboquant25")
-SHOWN = ("auto", "fp8", "tq4", "turboquant25")
 OTHERS = ("int4_per_token_head",)
 ROPE_BITS = {"dtype": "ms, requests x context:", "rope_bits": "bits of RoPE"}
 FP8_CACHE = {"dtype": "fp8", "rope_bits": "16"}

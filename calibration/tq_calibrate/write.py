@@ -115,5 +115,5 @@ def to_json(content: dict[str, Any]) -> str:
 
 
 def _rounded(numbers: torch.Tensor, digits: int) -> list[list[float]]:
-    """Numbers rounded to `DIGITS` significant digits."""
+    """Numbers rounded to `digits` significant digits."""
     return [[float(f"{number:.{digits}g}") for number in head] for head in numbers.tolist()]

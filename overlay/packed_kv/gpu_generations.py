@@ -22,20 +22,24 @@ RESERVED = KIB
 class Generation:
     """GPUs of a compute capability, and of later ones up to the next generation's.
 
-    `warps`, `blocks`: the most that an SM holds. `shared_bytes`: of an SM; `block_shared_bytes`: the most of a thread
-    block. `cuda_columns`: the most columns for which the CUDA decode kernel is compiled (0: not at all). `has_wgmma`:
-    it has products of a warpgroup, which the CUDA kernels of latents and warps that only unpack need; Blackwell no
-    longer has them. `is_seen`: whether such a GPU has run the CUDA kernels.
+    `warps`, `blocks`: the most that an SM holds. `shared_bytes`: of an SM. `cuda_columns`: the most columns for which
+    the CUDA decode kernel is compiled (0: not at all). `has_wgmma`: it has products of a warpgroup, which the CUDA
+    kernels of latents and warps that only unpack need; Blackwell no longer has them. `is_seen`: whether such a GPU has
+    run the CUDA kernels.
     """
 
     capability: tuple[int, int]
     warps: int
     blocks: int
     shared_bytes: int
-    block_shared_bytes: int
     cuda_columns: int = 0
     has_wgmma: bool = False
     is_seen: bool = False
+
+    @property
+    def block_shared_bytes(self) -> int:
+        """The most shared memory of a thread block."""
+        return self.shared_bytes - RESERVED
 
     def resident_warps(self, registers: int) -> int:
         """Return how many warps of so many registers a lane fit the registers of an SM, and its table of warps."""
@@ -52,14 +56,14 @@ class Generation:
 
 
 GENERATIONS = (
-    Generation((8, 0), warps=64, blocks=32, shared_bytes=164 * KIB, block_shared_bytes=163 * KIB),
-    Generation((8, 6), warps=48, blocks=16, shared_bytes=100 * KIB, block_shared_bytes=99 * KIB),
-    Generation((8, 7), warps=48, blocks=16, shared_bytes=164 * KIB, block_shared_bytes=163 * KIB),
-    Generation((8, 9), warps=48, blocks=24, shared_bytes=100 * KIB, block_shared_bytes=99 * KIB),
-    Generation((9, 0), 64, 32, 228 * KIB, 227 * KIB, cuda_columns=64, has_wgmma=True, is_seen=True),
-    Generation((10, 0), 64, 32, 228 * KIB, 227 * KIB, cuda_columns=32),
-    Generation((11, 0), 48, 24, 228 * KIB, 227 * KIB),
-    Generation((12, 0), 48, 24, 100 * KIB, 99 * KIB, cuda_columns=32),
+    Generation((8, 0), warps=64, blocks=32, shared_bytes=164 * KIB),
+    Generation((8, 6), warps=48, blocks=16, shared_bytes=100 * KIB),
+    Generation((8, 7), warps=48, blocks=16, shared_bytes=164 * KIB),
+    Generation((8, 9), warps=48, blocks=24, shared_bytes=100 * KIB),
+    Generation((9, 0), 64, 32, 228 * KIB, cuda_columns=64, has_wgmma=True, is_seen=True),
+    Generation((10, 0), 64, 32, 228 * KIB, cuda_columns=32),
+    Generation((11, 0), 48, 24, 228 * KIB),
+    Generation((12, 0), 48, 24, 100 * KIB, cuda_columns=32),
 )
 LEAST_CAPABILITY = GENERATIONS[0].capability
 """The oldest generation that packed pages run on."""

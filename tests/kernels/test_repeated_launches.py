@@ -90,7 +90,7 @@ def test_pairs(
     for requests, context in ((40, 1280), (150, 640), (1, 5120)):
         settings = recent, spread, means, pair_kernels.Heads(8, head_dim, group), query_tokens
         layers = pair_kernels.Layers(name, requests, context, *settings)
-        run = layers.rounds("cuda", None, 128)["cuda"]
+        run = layers.rounds("cuda")["cuda"]
         assert not rounds_that_differ(run, layers.outputs), (requests, context)
 
 
@@ -100,5 +100,5 @@ def test_several_passes(name: str) -> None:
     import pair_kernels
 
     layers = pair_kernels.Layers(name, 20, 1280, 64, 0, None, pair_kernels.Heads(group=8), 20)
-    run = layers.rounds("cuda", None, 128)["cuda"]
+    run = layers.rounds("cuda")["cuda"]
     assert not rounds_that_differ(run, layers.outputs)

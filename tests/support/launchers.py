@@ -11,7 +11,7 @@ from packed_kv.codecs.latent_rows import LatentRowCodec
 from packed_kv.codecs.pages import PagedCodec
 from packed_kv.codecs.ring import Ring
 from packed_kv.kernels import power_of_2
-from packed_kv.kernels.triton.decode import MAX_REGISTERS, DecodeLaunch, DecodeShape
+from packed_kv.kernels.triton.decode import DecodeLaunch, DecodeShape
 from packed_kv.kernels.triton.gather import GatherLaunch, UnrotateLaunch
 from packed_kv.kernels.triton.latent_decode import DecodeLatentsLaunch, MergeLatentsLaunch, latent_shape
 from packed_kv.kernels.triton.latent_gather import GatherLatentsLaunch
@@ -88,7 +88,6 @@ def decode(
     tiles_a_block: int = 0,
     sliding_window: int | None = None,
     logits_soft_cap: float | None = None,
-    max_registers: int = MAX_REGISTERS,
     ring: Ring | None = None,
     value_means: Means | None = None,
 ) -> None:
@@ -96,13 +95,13 @@ def decode(
 
     query: fp16 [tokens, KV heads, queries per KV head, head_dim] and query_bias, both of `rotate_query`.
     partial_output, partial_stats: fp32 [tokens, query heads, splits, head_dim] and [..., splits, 2]; filled.
-    tiles_a_block: of `QueryBias`; sliding_window, logits_soft_cap, max_registers: see `DecodeShape`.
+    tiles_a_block: of `QueryBias`; sliding_window, logits_soft_cap: see `DecodeShape`.
     """
     _, kv_heads, group, head_dim = query.shape
     keeps_first = value_means is not None
     blocks = 0 if query_bias is None else query_bias.shape[2] - 1 - keeps_first
     bias = QueryBias(blocks, tiles_a_block, keeps_first)
-    shape = DecodeShape(kv_heads, group, head_dim, sliding_window, logits_soft_cap, bias, max_registers)
+    shape = DecodeShape(kv_heads, group, head_dim, sliding_window, logits_soft_cap, bias)
     tensors = query, block_table, query_start, seq_lens, partial_output, partial_stats, query_bias, ring
     launch = DecodeLaunch(page, shape, shape.tiles(max_query_len)[0], cache, ring)
     run(launch, DecodeLaunch.step(shape, max_query_len, *tensors))

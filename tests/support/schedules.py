@@ -43,21 +43,17 @@ class WorkItem(NamedTuple):
         )
 
 
-def reference_schedule(
-    lengths: list[int], resident_blocks: int, warps: int, buckets: int = BUCKETS, *, stream_k: bool | None = None
-) -> list[WorkItem]:
-    """Return the schedule that the kernel of `Scheduler` makes.
+def reference_schedule(lengths: list[int], resident_blocks: int, warps: int) -> list[WorkItem]:
+    """Return the schedule that the kernel of `Scheduler` makes, which cuts requests as stream-K does with 8 warps and
+    more.
 
     Args:
         lengths: tokens of each request; 0 for those that pad the batch of a CUDA graph.
         resident_blocks: blocks that the card runs at a time, per KV head.
         warps: warps of a block.
-        buckets: see `BUCKETS`.
-        stream_k: whether requests are cut as stream-K does; None: with 8 warps and more.
     """
-    stream_k = warps >= 8 if stream_k is None else stream_k
     tiles = [-(-n // TILE_TOKENS) for n in lengths]
-    cut = _stream_k_cuts if stream_k else _equal_cuts
+    cut = _stream_k_cuts if warps >= 8 else _equal_cuts
     sized: list[tuple[int, WorkItem]] = []
     for request, (n, cuts) in enumerate(zip(tiles, cut(tiles, resident_blocks, warps), strict=True)):
         ends = [0, *cuts, n]
@@ -67,7 +63,7 @@ def reference_schedule(
             item = WorkItem(request, part, parts, first_slot, lengths[request], units[part], units[part + 1])
             sized.append((ends[part + 1] - ends[part], item))
     largest = max(size for size, _ in sized)
-    return [item for _, item in sorted(sized, key=lambda x: -(x[0] * buckets // (largest + 1)))]
+    return [item for _, item in sorted(sized, key=lambda x: -(x[0] * BUCKETS // (largest + 1)))]
 
 
 def _stream_k_cuts(tiles: list[int], resident_blocks: int, warps: int) -> list[list[int]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import coverage_engine
@@ -37,14 +36,3 @@ class RegisterHybrid:
     def __call__(self) -> None:
         DummyModelLoader.load_weights = coverage_engine.set_weights
         coverage_engine.register(self.architecture)
-
-
-class InTurn:
-    """Several of these, one after the other."""
-
-    def __init__(self, *parts: Callable[[], object]) -> None:
-        self.parts = parts
-
-    def __call__(self) -> None:
-        for part in self.parts:
-            part()

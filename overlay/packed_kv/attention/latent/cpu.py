@@ -18,7 +18,7 @@ from ...kernels.served import ANY, CPP, Engine, Latents, who_serves
 from ..cpu import wait_for_libraries, warn_of_pytorch
 from ..protocols import DecodeBatch, DecodeKernel
 from ..store import FunctionStore, LatentStore
-from .in_pytorch import Attended, RecentContext, ReferenceLatentPrefix
+from .in_pytorch import Attended, ReferenceLatentPrefix
 from .kernels import LatentKernels, reference_kernels
 
 if TYPE_CHECKING:
@@ -68,16 +68,8 @@ class CpuLatentPrefix(ReferenceLatentPrefix):
         super().__init__(page_kernels.codec)
         self.page_kernels = page_kernels
 
-    def gather(
-        self, cache: torch.Tensor, block_table: torch.Tensor, chunk: Any, rows: torch.Tensor,
-        recent: RecentContext | None = None,
-    ) -> None:  # fmt: skip
-        row = 0
-        for blocks, start, count in zip(block_table, chunk.starts.tolist(), chunk.seq_lens.tolist(), strict=True):
-            self.page_kernels.read(cache, blocks, start, rows[row : row + count])
-            row += count
-        if recent is not None:
-            self.read_ring(chunk, rows, recent, 1.0)
+    def read_pages(self, cache: torch.Tensor, blocks: torch.Tensor, start: int, rows: torch.Tensor) -> None:
+        self.page_kernels.read(cache, blocks, start, rows)
 
 
 def find_kernels(fmt: Format, layer: LatentLayout, engine: EngineLimits) -> LatentKernels:

@@ -50,10 +50,14 @@ class ReferenceLatentPrefix:
         the ring are read from there. `block_table`: the requests' rows of the block table."""
         row = 0
         for blocks, start, count in zip(block_table, chunk.starts.tolist(), chunk.seq_lens.tolist(), strict=True):
-            rows[row : row + count] = torch.cat(read_tokens(self.codec, cache, blocks, start, start + count), dim=-1)
+            self.read_pages(cache, blocks, start, rows[row : row + count])
             row += count
         if recent is not None:
             self.read_ring(chunk, rows, recent, 1.0)
+
+    def read_pages(self, cache: torch.Tensor, blocks: torch.Tensor, start: int, rows: torch.Tensor) -> None:
+        """Fill rows [tokens, rank + rope_dim] with a request's tokens from `start` on. `blocks`: of its pages."""
+        rows.copy_(torch.cat(read_tokens(self.codec, cache, blocks, start, start + len(rows)), dim=-1))
 
     def gather_values(self, chunk: Any, rows: torch.Tensor, recent: RecentContext) -> None:
         """Divide the latents in `rows` [tokens, rank + rope_dim] that `gather` read from the ring by V's gain, which is

@@ -106,7 +106,7 @@ class CpuDecode:
     Args:
         codec: of the layer, on the CPU.
         query_heads, kv_heads: of this rank.
-        options: see `DecodeOptions`; `sinks` are read at each `bind`.
+        options: see `DecodeOptions`; `sinks` are read at each call.
         target: what to compile for; None: the best of this processor.
 
     Raises:

@@ -124,7 +124,6 @@ INLINE u32 transpose_matrix(u32 pair) {
     return result;
 }
 INLINE float shuffle_xor(float x, int mask) { return __shfl_xor_sync(0xFFFFFFFFu, x, mask); }
-INLINE float shuffle(float x, int lane) { return __shfl_sync(0xFFFFFFFFu, x, lane); }
 INLINE bool any_lane(bool predicate) { return __any_sync(0xFFFFFFFFu, predicate); }
 // A bit for each lane, 1 where the predicate holds.
 INLINE u32 lanes_where(bool predicate) { return __ballot_sync(0xFFFFFFFFu, predicate); }

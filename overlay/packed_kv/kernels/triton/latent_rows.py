@@ -53,7 +53,7 @@ def _gather_rows_kernel(
     ROW_WORDS: tl.constexpr = ROW.row_bytes // 4
     index = tl.program_id(0).to(tl.int64) * (EIGHTS * 8) + tl.arange(0, EIGHTS * 8)
     pointers = _row_pointers(
-        positions, index, count, block_table, requests, table_stride, columns, cache, block_stride,
+        positions, index, count, block_table, requests, table_stride, columns, block_stride,
         A_REQUEST, BLOCK_SIZE, ROW_WORDS,
     )  # fmt: skip
     there = pointers[1]
@@ -74,7 +74,7 @@ def _gather_rows_kernel(
 
 @triton.jit
 def _row_pointers(
-    positions, index, count, block_table, requests, table_stride, columns, cache, block_stride,
+    positions, index, count, block_table, requests, table_stride, columns, block_stride,
     A_REQUEST: tl.constexpr, BLOCK_SIZE: tl.constexpr, ROW_WORDS: tl.constexpr,
 ):  # fmt: skip
     """Offsets of tokens' rows in words, int64 [tokens], and whether there is a token; if not, the offset is row 0's."""
