@@ -40,7 +40,7 @@ memcheck_cases=(
     # Heads of 256: blocks that combine their warps, and undo V's rotation in turns; a warp's splits.
     "tests/kernels/cuda/test_cuda_decode.py::test_recent_tokens[{'name': 'turboquant35', 'head_dim': 256, 'kv_heads': 1, 'group': 6, 'recent': 64, 'requests': ((700, 0), (60, 50), (20, 20)), 'query_lens': (1, 1, 1), 'splits': Grid(warps=4, blocks=2, is_final=True)}]"
     "tests/kernels/cuda/test_cuda_decode.py::test_pages[{'name': 'turboquant25', 'head_dim': 256, 'kv_heads': 1, 'group': 2, 'query_lens': (2, 0, 1), 'seq_lens': (9, 5, 70), 'block_size': 32, 'splits': Grid(warps=1, blocks=5, is_final=False)}]"
-    "tests/kernels/cuda/test_cuda_decode.py::test_recent_tokens[{'name': 'tq4', 'head_dim': 256, 'kv_heads': 1, 'group': 6, 'recent': 200, 'query_lens': (4, 1, 2), 'requests': ((700, 0), (60, 50), (20, 20)), 'splits': Grid(warps=8, blocks=2, is_final=True)}]" # a team
+    "tests/kernels/cuda/test_cuda_decode.py::test_recent_tokens[{'name': 'tq4', 'head_dim': 256, 'kv_heads': 1, 'group': 6, 'recent': 200, 'query_lens': (4, 1, 2), 'requests': ((700, 0), (60, 50), (20, 20)), 'splits': Grid(warps=4, blocks=2, is_final=True)}]" # a team
     # 64 columns: two warpgroups (isoquant4), and a team of warps (isoquant3). 32 columns of a warp, with the recent window.
     "tests/kernels/cuda/test_cuda_decode.py::test_pages[{'name': 'isoquant4', 'kv_heads': 1, 'group': 16, 'query_lens': (4, 3), 'seq_lens': (1100, 70), 'splits': Grid(warps=4, blocks=2, is_final=True)}]"
     "tests/kernels/cuda/test_cuda_decode.py::test_pages[{'name': 'isoquant3', 'kv_heads': 1, 'group': 16, 'query_lens': (4, 3), 'seq_lens': (2100, 70), 'splits': Grid(warps=4, blocks=2, is_final=True)}]"

@@ -36,9 +36,10 @@ def attend_pages(
     tokens, kv_heads, group, head_dim = query.shape
     columns = 0 if kernel == "triton" else grids.column_count(group, max_query_len)
     passes = 1 if kernel == "triton" else grids.pass_count(group, max_query_len)
-    warps = head_dim // GROUP_SIZE
-    if columns <= 8:
-        warps = grids.LARGE_WARPS[columns] if columns and head_dim == LARGE_HEAD else 8
+    if columns and head_dim == LARGE_HEAD:
+        warps = grids.LARGE_WARPS[columns]
+    else:
+        warps = 8 if columns <= 8 else head_dim // GROUP_SIZE
     shape = splits if isinstance(splits, grids.Grid) else grids.Grid(warps, splits, is_final=True)
     # Without a final grid, a warp of a narrow block is a split, and so is a team.
     is_team = grids.is_wide(columns, head_dim)

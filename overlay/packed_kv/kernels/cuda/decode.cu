@@ -67,9 +67,9 @@ constexpr int STAGE_OWNERS = IS_WIDE ? 1 : WARPS;
 constexpr int TILE_TOKENS = 16 * TILE_BLOCKS, TILE_BYTES = TILE_BLOCKS * MICRO_BLOCK_BYTES;
 constexpr int RING_TILE_BYTES = 16 * RING_SLOT_BYTES;
 constexpr int most_of(int a, int b) { return a > b ? a : b; }
-// Where warps share a stage: warps that have a ring tile each. With 256 channels a ring tile takes the room of two page
-// tiles.
-constexpr int RING_WARPS = HEAD_DIM > 128 ? WARPS / 2 : WARPS;
+// Where warps share a stage: warps that have a ring tile each. With 256 channels a ring tile takes the room of two
+// micro-blocks.
+constexpr int RING_WARPS = HEAD_DIM > 128 && TILE_BLOCKS == 1 ? WARPS / 2 : WARPS;
 // Bytes of a stage: the tiles of all warps that share it.
 constexpr int STAGE_BYTES =
     most_of(TILE_BYTES * (IS_WIDE ? WARPS : 1), RING_BLOCK ? RING_TILE_BYTES * (IS_WIDE ? RING_WARPS : 1) : 0);

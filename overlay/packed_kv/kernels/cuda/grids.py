@@ -25,13 +25,14 @@ ROLE_REGISTERS = 128
 """The same for blocks with warps that only unpack, on average: these warps give registers to the warps that attend."""
 WARP_BYTES = {4: 9 * KIB, 8: 9 * KIB, 16: 11 * KIB, 24: 16 * KIB, 32: 22 * KIB, 48: 24 * KIB, 64: 28 * KIB}
 """Shared memory of a warp, by columns: an upper bound, for any layout, of its share of a block's."""
-LARGE_WARPS = {4: 4, 8: 4, 16: 8, 24: 8, 32: 8, 48: 8, 64: 8}
+LARGE_WARPS = {4: 4, 8: 4, 16: 2, 24: 4, 32: 8, 48: 8, 64: 8}
 """Warps of a block over heads of `LARGE_HEAD` channels: outputs take twice the registers that 128 channels take, and
-tiles have twice the bytes."""
-LARGE_REGISTERS = {4: 168, 8: 168, 16: 128, 24: 128, 32: 128, 48: 255, 64: 255}
-"""`REGISTERS` for such heads. Up to 8 columns, an SM holds three blocks with 168 registers, two with 255; with 16 to
-32 columns, two with 128."""
-LARGE_WARP_BYTES = {4: 18 * KIB, 8: 18 * KIB, 16: 14 * KIB, 24: 14 * KIB, 32: 14 * KIB, 48: 16 * KIB, 64: 18 * KIB}
+tiles have twice the bytes. From 16 columns on they are a team, which shares the channels: a warp of 2 holds the outputs
+of 128, of 4 of 64, of 8 of 32. The fewer they are, the less they wait for each other."""
+LARGE_REGISTERS = {4: 168, 8: 168, 16: 255, 24: 255, 32: 128, 48: 255, 64: 255}
+"""`REGISTERS` for such heads. Up to 8 columns, an SM holds three blocks with 168 registers, two with 255; with 32
+columns, two with 128."""
+LARGE_WARP_BYTES = {4: 18 * KIB, 8: 18 * KIB, 16: 24 * KIB, 24: 25 * KIB, 32: 14 * KIB, 48: 16 * KIB, 64: 18 * KIB}
 """`WARP_BYTES` of such heads."""
 HOPPER = generation_of((9, 0))
 UNPACKERS = 4

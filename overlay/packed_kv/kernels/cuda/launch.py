@@ -15,7 +15,7 @@ from ...layout import MICRO_BLOCK, PageLayout, ring_slot_bytes
 from ..checks import check_int32, check_pages, check_ring, head_stride
 from ..kernel_layout import KernelLayout, kernel_layout
 from ..triton.means import Means
-from . import LARGE_HEAD, pass_tokens
+from . import pass_tokens
 from .code_constants import decoder_constants, group_constants
 from .grids import (
     HOPPER,
@@ -38,8 +38,7 @@ STAGES, UNPACKER_STAGES = 2, 3
 """Tiles that a warp has in flight. In `roles_unpack.cuh` a warp that only unpacks needs three: a ring tile takes the
 room of two."""
 TILE_BLOCKS = 2
-"""Micro-blocks of a warp's tile. Warps that only unpack, variants of 32 columns, and teams over heads of 256 have
-one."""
+"""Micro-blocks of a warp's tile. Warps that only unpack, variants of 32 columns, and teams of 8 warps have one."""
 
 
 class PairVariant(NamedTuple):
@@ -80,8 +79,8 @@ def constants(page: PageLayout, kv_heads: int, group: int, variant: PairVariant)
     """
     layout, warps, columns = kernel_layout(page), variant.warps, variant.columns
     unpackers = UNPACKERS if has_unpackers(page) and columns > NARROW else 0
-    shares, is_large = is_wide(columns, layout.head_dim), layout.head_dim == LARGE_HEAD
-    tile_blocks = 1 if unpackers or columns == 32 or (shares and is_large) else TILE_BLOCKS
+    shares = is_wide(columns, layout.head_dim)
+    tile_blocks = 1 if unpackers or columns == 32 or (shares and warps == 8) else TILE_BLOCKS
     stages = UNPACKER_STAGES if unpackers else STAGES
     smaller = TILE_BLOCKS // tile_blocks  # tiles than the schedule and blocks of means count
     values: dict[str, object] = {

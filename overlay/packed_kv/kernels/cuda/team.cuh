@@ -28,33 +28,39 @@ struct SharedMemory {
     };
 };
 static_assert(AT(team.stages) == STAGES_AT, "where `Stages` has them");
-static_assert(WARPS == GROUPS && OCTETS > 1, "a warp for each group");
+static_assert(GROUPS % WARPS == 0 && OCTETS > 1, "warps have as many groups");
+constexpr int OWN_GROUPS = GROUPS / WARPS;  // groups of channels whose outputs a warp has
 
 // The headroom of weights, see `HEADROOM`. A lane sums the weights of all its columns, and compares the sum with the
 // ceiling.
 constexpr float WIDE_HEADROOM = HEADROOM - 3;
 
-// What a warp carries from tile to tile; its outputs are its own group of channels.
+// What a warp carries from tile to tile; its outputs are its own groups of channels.
 struct TeamState {
-    float output[2][SCORES];  // [channels 0-15, 16-31][octet, row of channels, column]
+    float output[OWN_GROUPS][2][SCORES];  // [..][channels 0-15, 16-31][octet, row of channels, column]
     float total[OWN];         // of the lane's tokens
     float ceiling;
     u32 scale_guard;
     int bias_tile;  // the warp's maxima are of scores of this tile of pages, see `Biases`
 
     INLINE TeamState() : ceiling(0), scale_guard(LARGE_SCALES), bias_tile(0) {
-        for_each<2 * SCORES>([&](auto i) { output[i.value / SCORES][i.value % SCORES] = 0; });
+        for_each<OWN_GROUPS * 2 * SCORES>([&](auto i) {
+            output[i.value / SCORES / 2][i.value / SCORES % 2][i.value % SCORES] = 0;
+        });
         for_each<OWN>([&](auto c) { total[c.value] = 0; });
     }
-    INLINE void multiply(float factor) {
-        for_each<2 * SCORES>([&](auto i) { output[i.value / SCORES][i.value % SCORES] *= factor; });
+    // Multiplies the outputs of a group.
+    template <int GROUP> INLINE void multiply(float factor) {
+        for_each<2 * SCORES>([&](auto i) {
+            output[GROUP % OWN_GROUPS][i.value / SCORES][i.value % SCORES] *= factor;
+        });
     }
 };
 
-// Calls `function` with the group of the warp.
-template <class Function> INLINE void for_own_group(int warp, Function&& function) {
+// Calls `function` with each group of the warp.
+template <class Function> INLINE void for_own_groups(int warp, Function&& function) {
     for_each<GROUPS>([&](auto group) {
-        if (warp == group.value) function(group);
+        if (warp == group.value / OWN_GROUPS) function(group);
     });
 }
 
@@ -133,8 +139,8 @@ INLINE void move_maxima(const Arguments& a, TeamState& state, int warp, const La
         const float old = __int_as_float(load_shared(maxima + column)) + biases[c.value];
         const float maximum = maximum_of(old, top - headroom), factor = exp2_fast(old - maximum);
         state.total[c.value] *= factor;
-        for_each<4>([&](auto i) {
-            state.output[i.value / 2][c.value / 2 * 4 + i.value % 2 * 2 + c.value % 2] *= factor;
+        for_each<4 * OWN_GROUPS>([&](auto i) {
+            state.output[i.value / 4][i.value / 2 % 2][c.value / 2 * 4 + i.value % 2 * 2 + c.value % 2] *= factor;
         });
         sync_warp();
         if (lane.row == 0) store_shared(maxima + column, __float_as_int(maximum - biases[c.value]));

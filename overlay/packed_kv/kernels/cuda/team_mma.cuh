@@ -9,19 +9,20 @@ constexpr int WEIGHTS_OF_BLOCK = OCTET_PAIRS * OPERAND;
 
 // Puts queries into shared memory; without a ring, in the unit of `Queries::to_page_unit`.
 INLINE void share_queries(const Arguments& a, const Request& request, int head, int warp, const Lane& lane) {
-    for_each<OCTETS>([&](auto o) {
-        const int column = 8 * o.value + lane.row;
-        const u32* q = (const u32*)a.query + request.row(head, column) * (HEAD_DIM / 2) + lane.column + 16 * warp;
+    for_each<OCTETS * OWN_GROUPS>([&](auto i) {
+        constexpr int octet = i.value / OWN_GROUPS;
+        const int column = 8 * octet + lane.row, group = warp * OWN_GROUPS + i.value % OWN_GROUPS;
+        const u32* q = (const u32*)a.query + request.row(head, column) * (HEAD_DIM / 2) + lane.column + 16 * group;
         const bool there = request.has(column);
         u32 pairs[4];
         for_each<4>([&](auto k) { pairs[k.value] = there ? q[4 * k.value] : 0; });
-        store_shared_4(shared_address(shared_memory()) + AT(team.queries) + (o.value * GROUPS + warp) * OPERAND +
+        store_shared_4(shared_address(shared_memory()) + AT(team.queries) + (octet * GROUPS + group) * OPERAND +
                            16 * lane.index, {pairs[0], pairs[1], pairs[2], pairs[3]});
     });
 }
-// Converts the queries for scores of pages; each warp converts its group's.
+// Converts the queries for scores of pages; each warp converts its groups'.
 INLINE void queries_to_page_unit(int warp, const Lane& lane) {
-    for_own_group(warp, [&](auto group) {
+    for_own_groups(warp, [&](auto group) {
         constexpr float factor = SCORE_UNIT * Key::group(group.value).factor;
         if constexpr (factor != 1) for_each<OCTETS>([&](auto o) {
             const u32 address = shared_address(shared_memory()) + AT(team.queries) +
@@ -98,17 +99,19 @@ struct WeightsOfWarp {
     INLINE void finish() const {}
 };
 
-// Adds V of 16 tokens, decoded to `pairs`, multiplied by the weights at `weights`. `scales` has one byte per token n3 n0.
-INLINE void add_group(TeamState& state, const u32 (&pairs)[8], u32 scales, u32 weights) {
+// Adds V of 16 tokens and one group, decoded to `pairs`, multiplied by the weights that `load` loads for a pair of octets.
+// `scales` has one byte per token n3 n0.
+template <class Load>
+INLINE void add_group(float (&output)[2][SCORES], const u32 (&pairs)[8], u32 scales, Load&& load) {
     const u32 low_scales = scale_pair(scales, 0x4140), high_scales = scale_pair(scales, 0x4342);
     for_each<OCTET_PAIRS>([&](auto pair) {
         constexpr int first_octet = 2 * pair.value;
         u32 words[4];
-        load_shared_4(weights + pair.value * OPERAND, words);
+        load(pair, words);
         for_each<octets_of_pair(first_octet / 2)>([&](auto o) {
             constexpr int first = 4 * (first_octet + o.value);
-            float(&low_channels)[4] = *(float(*)[4])(state.output[0] + first);
-            float(&high_channels)[4] = *(float(*)[4])(state.output[1] + first);
+            float(&low_channels)[4] = *(float(*)[4])(output[0] + first);
+            float(&high_channels)[4] = *(float(*)[4])(output[1] + first);
             const u32 low = multiply_halves(low_scales, words[2 * o.value]);
             const u32 high = multiply_halves(high_scales, words[2 * o.value + 1]);
             mma(low_channels, pairs[0], pairs[2], pairs[1], pairs[3], low, high);
@@ -117,18 +120,28 @@ INLINE void add_group(TeamState& state, const u32 (&pairs)[8], u32 scales, u32 w
     });
 }
 
-// Adds V of a tile of pages.
-template <int GROUP>
-INLINE void add_group_of_tile(TeamState& state, const Tables& tables, const Lane& lane, u32 tile, u32 weights) {
-#pragma unroll(GROUPS > 4 ? 2 : 4)
+// Adds V of a tile of pages, of the groups from FIRST on. Several groups share the loads of weights.
+template <int FIRST>
+INLINE void add_groups_of_tile(TeamState& state, const Tables& tables, const Lane& lane, u32 tile, u32 weights) {
+#pragma unroll(OWN_GROUPS > 1 ? 1 : GROUPS > 4 ? 2 : 4)
     for (int i = 0; i < TEAM_BLOCKS; i++) {
-        const u32 micro_block = tile + i * MICRO_BLOCK_BYTES;
-        Words<Value> words;
-        load_group_words<GROUP>(words, micro_block + VALUE_WORDS_AT, micro_block + VALUE_HALF_WORDS_AT, lane.index);
-        const u32 scales = load_shared(micro_block + VALUE_SCALES_AT + lane.column * (4 * GROUPS) + 4 * GROUP);
-        u32 pairs[8];
-        decode_group<GROUP>(words, pairs, tables);
-        add_group(state, pairs, scales, weights + i * WEIGHTS_OF_BLOCK);
+        const u32 micro_block = tile + i * MICRO_BLOCK_BYTES, own_weights = weights + i * WEIGHTS_OF_BLOCK;
+        u32 shared[OCTET_PAIRS][4];
+        if constexpr (OWN_GROUPS > 1)
+            for_each<OCTET_PAIRS>([&](auto pair) { load_shared_4(own_weights + pair.value * OPERAND, shared[pair.value]); });
+        for_each<OWN_GROUPS>([&](auto own) {
+            constexpr int group = FIRST + own.value;
+            Words<Value> words;
+            load_group_words<group>(words, micro_block + VALUE_WORDS_AT, micro_block + VALUE_HALF_WORDS_AT, lane.index);
+            const u32 scales = load_shared(micro_block + VALUE_SCALES_AT + lane.column * (4 * GROUPS) + 4 * group);
+            u32 pairs[8];
+            decode_group<group>(words, pairs, tables);
+            add_group(state.output[own.value], pairs, scales, [&](auto pair, u32(&operands)[4]) {
+                if constexpr (OWN_GROUPS > 1)
+                    for_each<4>([&](auto k) { operands[k.value] = shared[pair.value][k.value]; });
+                else load_shared_4(own_weights + pair.value * OPERAND, operands);
+            });
+        });
     }
 }
 
@@ -143,12 +156,14 @@ INLINE void add_group_of_ring(TeamState& state, const Request& request, const La
         u32 scales[SETS], pairs[8];
         ring_value_scales(request, own, first + i * step, lane, scales);
         ring_value_pairs(own, lane, GROUP, pairs);
-        add_group(state, pairs, scales[GROUP], weights + i * WEIGHTS_OF_BLOCK);
+        add_group(state.output[GROUP % OWN_GROUPS], pairs, scales[GROUP], [&](auto pair, u32(&operands)[4]) {
+            load_shared_4(weights + i * WEIGHTS_OF_BLOCK + pair.value * OPERAND, operands);
+        });
     }
 }
 INLINE void add_ring(TeamState& state, const Request& request, int warp, const Lane& lane, u32 tile, int first, int step,
                      u32 weights) {
-    for_own_group(warp, [&](auto group) {
+    for_own_groups(warp, [&](auto group) {
         add_group_of_ring<group.value>(state, request, lane, tile, first, step, weights + 16 * lane.index);
     });
 }

@@ -1,7 +1,7 @@
-// Attention of a block for 48 and 64 columns (16 to 64 over heads of 256), which share one unpacking. Its warps are a team,
-// one for each group of 32 channels. Each warp computes the weights of its own tokens for all columns, and leaves them
-// in shared memory; then it adds V of all the team's tokens for its own group of channels. So each code is unpacked by
-// one warp, once, and a warp holds the outputs of 32 channels only.
+// Attention of a block for 48 and 64 columns (16 to 64 over heads of 256), which share one unpacking. Its warps are a team
+// that shares the groups of 32 channels: one each, or several over heads of 256. Each warp computes the weights of its
+// own tokens for all columns, and leaves them in shared memory; then it adds V of all the team's tokens for its own
+// groups. So each code is unpacked by one warp, once, and a warp holds the outputs of its own groups only.
 //
 // The weights of two tiles lie in shared memory, so one barrier per tile is enough: past it, all warps have finished
 // the tile before. The same barrier is the vote on the softmax's maximum. Where it must move, the tile is scored again.
@@ -47,9 +47,10 @@ INLINE void store_team(const Arguments& a, const Request& request, int head, con
         }
         if (HAS_VALUE_MEANS && is_alone && writes_statistics)
             target[HEAD_DIM] = sum.maximum, target[HEAD_DIM + 1] = total;
-        if (is_alone || request.has(column)) for_each<4>([&](auto i) {
-            target[32 * warp + 16 * (i.value / 2) + 8 * (i.value % 2) + lane.row] =
-                state.output[i.value / 2][c.value / 2 * 4 + i.value % 2 * 2 + c.value % 2] * factor;
+        if (is_alone || request.has(column)) for_each<4 * OWN_GROUPS>([&](auto i) {
+            constexpr int own = i.value / 4, half = i.value / 2 % 2, eight = i.value % 2;
+            target[32 * (OWN_GROUPS * warp + own) + 16 * half + 8 * eight + lane.row] =
+                state.output[own][half][c.value / 2 * 4 + eight * 2 + c.value % 2] * factor;
         });
     });
     if (HAS_VALUE_MEANS && is_alone) {  // a thread a column: 16 times in each, the loop of tiles would keep its registers
@@ -191,7 +192,7 @@ INLINE void attend(const Arguments& a) {
             add_ring(state, request, warp, lane, stage, 16 * (request.first_ring_tile() + tiles.ring_tile(number, 0)),
                      16 * splits, weights);
         }
-        for_own_group(warp, [&](auto group) { state.multiply(ring_to_pages<group.value>()); });
+        for_own_groups(warp, [&](auto group) { state.multiply<group.value>(ring_to_pages<group.value>()); });
     }
     queries_to_page_unit(warp, lane);
     sync_block();
@@ -231,11 +232,12 @@ INLINE void attend(const Arguments& a) {
     for (; number < tiles.count(); number++) {
         const u32 stage = stages.stage, weights = target;
         weigh(number);
-        for_own_group(warp, [&](auto group) {
-            add_group_of_tile<group.value>(state, tables, lane, stage, weights + 16 * lane.index);
+        for_each<WARPS>([&](auto w) {
+            if (warp == w.value)
+                add_groups_of_tile<w.value * OWN_GROUPS>(state, tables, lane, stage, weights + 16 * lane.index);
         });
     }
-    for_own_group(warp, [&](auto group) { state.multiply(output_factor<group.value>()); });
+    for_own_groups(warp, [&](auto group) { state.multiply<group.value>(output_factor<group.value>()); });
 #if HAS_VALUE_MEANS
     store_first(a, request, head);
 #endif
