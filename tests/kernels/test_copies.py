@@ -32,7 +32,7 @@ LAYOUTS = ("tq4", "tq3", "turboquant35", "turboquant25")
 
 RAW_LOADS = {
     "load_chunk", "load_half_word", "load_key_scales", "load_scales", "ring_key_pairs", "ring_key_scales",
-    "ring_value_pairs", "ring_value_scales", "unpack_tiles", "add_group_of_tile", "load", "LastLoad", "score_tile",
+    "ring_value_pairs", "ring_value_scales", "unpack_tiles", "add_groups_of_tile", "load", "LastLoad", "score_tile",
 }  # fmt: skip
 """Functions that load raw bytes of pages or of the ring, which copies overwrite."""
 OTHER_LOADS = {
@@ -41,11 +41,11 @@ OTHER_LOADS = {
     "score": "queries, written once",
     "score_octets": "queries, written once",
     "queries_to_page_unit": "queries, between the ring and pages",
-    "load_pairs": "queries of 32 columns",
+    "load_pairs": "queries of 24 and 32 columns",
     "move_maxima": "the largest scores and maxima of warps",
     "share_weights": "maxima of warps",
     "rebase_maxima": "maxima of warps",
-    "add_group": "weights",
+    "load_weights": "weights",
     "attend": "maxima of warps, behind the last tile",
     "store_first": "scores of token 0, behind the last tile",
     "store_team": "totals, which replace stages behind the last tile",
@@ -62,7 +62,7 @@ BESIDE_COPIES = {
     & {
         "load_chunk",
         "load_half_word",
-        "add_group_of_tile",
+        "add_groups_of_tile",
         "ring_value_pairs",
         "ring_value_scales",
         "LastLoad",
@@ -201,7 +201,7 @@ def faults(code: Code, sources: dict[str, str], file: str) -> list[str]:
     for at, loads in loads_under_way(code, [*copies, *meets]).items():
         names = {loader(instructions[i], sources) for i in raw(loads)}
         if at in meets:  # other warps copy to what this one has loaded V from
-            names &= {"add_group_of_tile", "ring_value_pairs"}
+            names &= {"add_groups_of_tile", "ring_value_pairs"}
         found += [f"{name} is under way at {instructions[at].operation} {at}" for name in sorted(names)]
     after = {loader(instructions[i], sources) for copy in copies for i in raw(_loads(code, reached(code, copy, waits)))}
     return found + [f"{name} follows a copy" for name in sorted(after - BESIDE_COPIES.get(file, set()))]
@@ -217,7 +217,7 @@ def test_copies_wait_for_loads(variant: Variant, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "architecture"), [("tq4-128-32-8", "sm_120"), ("turboquant25-128-4-8", "sm_100")], ids=str
+    ("name", "architecture"), [("turboquant35-128-32-8", "sm_120"), ("turboquant25-128-4-8", "sm_100")], ids=str
 )
 @pytest.mark.parametrize("is_early", [False, True], ids=["", "early"])
 def test_copies_of_blackwell_wait_for_loads(name: str, architecture: str, is_early: bool, tmp_path: Path) -> None:

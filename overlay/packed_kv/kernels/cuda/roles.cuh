@@ -47,7 +47,7 @@ INLINE void store_rows(const Arguments& a, const Request& request, int head, con
             target = a.partial_output + row * HEAD_DIM;
             if (writes_statistics) a.partial_stats[2 * row] = sum.maximum, a.partial_stats[2 * row + 1] = total;
         }
-        if (is_alone ? COLUMNS == 64 || column < COLUMNS : request.has(column)) for_each<16>([&](auto i) {
+        if ((is_alone && (COLUMNS == 64 || column < COLUMNS)) || request.has(column)) for_each<16>([&](auto i) {
             const float* own = state.output + 4 * i.value + 2 * r.value;
             *(Floats*)(target + 8 * i.value + 2 * lane.column) = {own[0] * factor, own[1] * factor};
         });

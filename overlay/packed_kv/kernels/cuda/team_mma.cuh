@@ -99,7 +99,9 @@ struct WeightsOfWarp {
     INLINE void finish() const {}
 };
 
-// Adds V of 16 tokens and one group, decoded to `pairs`, multiplied by the weights that `load` loads for a pair of octets.
+INLINE void load_weights(u32 weights, int pair, u32 (&operands)[4]) { load_shared_4(weights + pair * OPERAND, operands); }
+
+// Adds V of 16 tokens and one group, decoded to `pairs`, multiplied by weights: `load` has those of a pair of octets.
 // `scales` has one byte per token n3 n0.
 template <class Load>
 INLINE void add_group(float (&output)[2][SCORES], const u32 (&pairs)[8], u32 scales, Load&& load) {
@@ -128,7 +130,7 @@ INLINE void add_groups_of_tile(TeamState& state, const Tables& tables, const Lan
         const u32 micro_block = tile + i * MICRO_BLOCK_BYTES, own_weights = weights + i * WEIGHTS_OF_BLOCK;
         u32 shared[OCTET_PAIRS][4];
         if constexpr (OWN_GROUPS > 1)
-            for_each<OCTET_PAIRS>([&](auto pair) { load_shared_4(own_weights + pair.value * OPERAND, shared[pair.value]); });
+            for_each<OCTET_PAIRS>([&](auto pair) { load_weights(own_weights, pair.value, shared[pair.value]); });
         for_each<OWN_GROUPS>([&](auto own) {
             constexpr int group = FIRST + own.value;
             Words<Value> words;
@@ -139,7 +141,7 @@ INLINE void add_groups_of_tile(TeamState& state, const Tables& tables, const Lan
             add_group(state.output[own.value], pairs, scales, [&](auto pair, u32(&operands)[4]) {
                 if constexpr (OWN_GROUPS > 1)
                     for_each<4>([&](auto k) { operands[k.value] = shared[pair.value][k.value]; });
-                else load_shared_4(own_weights + pair.value * OPERAND, operands);
+                else load_weights(own_weights, pair.value, operands);
             });
         });
     }
@@ -157,7 +159,7 @@ INLINE void add_group_of_ring(TeamState& state, const Request& request, const La
         ring_value_scales(request, own, first + i * step, lane, scales);
         ring_value_pairs(own, lane, GROUP, pairs);
         add_group(state.output[GROUP % OWN_GROUPS], pairs, scales[GROUP], [&](auto pair, u32(&operands)[4]) {
-            load_shared_4(weights + i * WEIGHTS_OF_BLOCK + pair.value * OPERAND, operands);
+            load_weights(weights + i * WEIGHTS_OF_BLOCK, pair.value, operands);
         });
     }
 }
