@@ -9,9 +9,9 @@
 #   gpu_tests.sh [PART...]   where python3 finds vLLM and packed-kv (a virtual environment, or gpu_site.sh's PYTHONPATH)
 #   gpu_tests.sh collect     only load engine's tests and check that memcheck's cases exist; needs no GPU
 #
-# Where pytest-xdist is there, kernels run in a process for 2 cores, engines in one for 3 and picked in one for 4: most
-# of their time is compilation. Memcheck takes one for 2, up to one a case. The parts run one after the other: side by
-# side they lack GPU memory. `picked` needs CUTLASS' Python (nvidia-cutlass-dsl, quack-kernels), which pip brings with
+# Kernels run in a process for 2 cores, engines in one for 3 and picked in one for 4, each with its share of the tests:
+# most of their time is compilation. Memcheck takes one for 2, up to one a case. The parts run one after the other: side
+# by side they lack GPU memory. `picked` needs CUTLASS' Python (nvidia-cutlass-dsl, quack-kernels), which pip brings with
 # vLLM. PyTorch picks exactly there; PACKED_KV_INDEXER=vllm takes vLLM's indexer, which needs DeepGEMM and nvcc.
 set -euo pipefail
 logs=$(mktemp -d)
@@ -95,13 +95,24 @@ processes() {
     count=$((count < $2 ? count : $2))
     echo $((count > 1 ? count : 1))
 }
-# pytest's options for so many processes.
-in_processes() { if python3 -c 'import xdist' 2>/dev/null; then echo "-n $(processes "$@")"; fi; }
+# in_processes COUNT ARGUMENTS... runs the tests that pytest finds by the arguments, the options among them first, in so
+# many processes. (pytest-xdist's workers ended before their first test on two machines of three.)
+in_processes() {
+    local count=$1 name="tests.${#jobs[@]}" options=() part names=()
+    shift
+    python3 -m pytest --collect-only -q -p no:cacheprovider "$@" | grep '^tests/.*::' >"$logs/$name" || return 1
+    if [[ ${1:-} == --* ]]; then options=("$1" "$2"); fi
+    split -n "r/$count" "$logs/$name" "$logs/$name."
+    for part in "$logs/$name."??; do
+        start "$(basename "$part").log" run_pytest "${options[@]}" "@$part"
+        names+=("$(basename "$part").log")
+    done
+    finish "${names[@]}"
+}
 
 kernels() {
     # CI runs what needs no GPU.
-    # shellcheck disable=SC2046
-    run_pytest $(in_processes 2 24) tests/codecs/test_cuda.py tests/attention/test_sparse_steps.py tests/kernels --ignore=tests/kernels/{test_compile.py,test_compile_latent.py,test_copies.py,test_counts.py,test_triton_3_6.py,cpu}
+    in_processes "$(processes 2 24)" tests/codecs/test_cuda.py tests/attention/test_sparse_steps.py tests/kernels --ignore=tests/kernels/{test_compile.py,test_compile_latent.py,test_copies.py,test_counts.py,test_triton_3_6.py,cpu}
 }
 
 # Triton's kernels alone, then in layers, whose variants and grids go by the generation.
@@ -109,8 +120,7 @@ generations() {
     local capability code=0
     for capability in 8.0 8.9; do
         echo "-- as a GPU of compute capability $capability"
-        # shellcheck disable=SC2046
-        run_pytest $(in_processes 2 24) --as-capability "$capability" tests/kernels/test_older_gpu.py tests/kernels/triton tests/kernels/test_{block_bias,key_widths,latent_layer,latent_shares,merge_lse,shares,step_launches,value_means}.py || code=1
+        in_processes "$(processes 2 24)" --as-capability "$capability" tests/kernels/test_older_gpu.py tests/kernels/triton tests/kernels/test_{block_bias,key_widths,latent_layer,latent_shares,merge_lse,shares,step_launches,value_means}.py || code=1
     done
     return "$code"
 }
@@ -119,14 +129,12 @@ selftest() { run_pytest tests/selftest/test_selftest_on_cuda.py; }
 
 engine() {
     local code=0
-    # shellcheck disable=SC2046
-    run_pytest $(in_processes 3 12) "${engine_tests[@]}" || code=1
+    in_processes "$(processes 3 12)" "${engine_tests[@]}" || code=1
     run_pytest "$sleep_tests" && return "$code"
 }
 
 picked() {
-    # shellcheck disable=SC2046
-    run_pytest $(in_processes 4 4) "${picked_tests[@]}"
+    in_processes "$(processes 4 4)" "${picked_tests[@]}"
 }
 
 # Without PyTorch's caching every tensor is an allocation of its own, so a step out of it is seen. Calls that fail are no
