@@ -147,7 +147,7 @@ class Layers:
         grid = grids.Grid(1, shape.splits(requests, self.query_tokens, sm_count, generation), is_final=False)
         if kernel == "cuda":
             inputs = grids.grid_inputs(self.page, kv_heads, sm_count)
-            columns = grids.column_count(group, self.query_tokens)
+            columns = grids.column_count(group, self.query_tokens, unpackers=inputs.unpackers)
             passes = grids.pass_count(group, self.query_tokens)
             grid = grids.grid(requests * passes, inputs, columns)
         rotated = torch.empty(tokens, kv_heads, group, head_dim, dtype=torch.float16, device="cuda")

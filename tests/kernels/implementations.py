@@ -34,7 +34,7 @@ def attend_pages(
     are the resident blocks for which the schedule is made.
     """
     tokens, kv_heads, group, head_dim = query.shape
-    columns = 0 if kernel == "triton" else grids.column_count(group, max_query_len)
+    columns = 0 if kernel == "triton" else grids.column_count(group, max_query_len, unpackers=grids.has_unpackers(page))
     passes = 1 if kernel == "triton" else grids.pass_count(group, max_query_len)
     if columns and head_dim == LARGE_HEAD:
         warps = grids.LARGE_WARPS[columns]

@@ -108,6 +108,8 @@ def pairs() -> Iterator[Variant]:
     for number, (name, head_dim, columns, ring) in enumerate(cases):
         page = page_layout(FORMATS[name], head_dim)
         inputs = grids.grid_inputs(page, 8, 132)
+        if columns == 48 and inputs.unpackers:
+            continue  # they have 64 columns instead
         seen = set()
         for rest in everything if EVERY else [everything[number * 7 % len(everything)]]:
             (is_few, is_final), (has_bias, tiles), (dtype, has_lse), passes = rest

@@ -260,7 +260,8 @@ class CudaPairs(DecodeKernel[CudaPairStep, None]):
         self.shape, self.kind = self.splits.shape, self.splits.kind(by_cuda=True)
         self.bound: Launches = Launches()
         self.grid_inputs = grids.grid_inputs(layer.codec.layout, layer.kv_heads, self.splits.sm_count, generation)
-        columns, device = grids.columns_of_steps(group, limits.longest_decode), self.splits.from_rotated.device
+        unpackers, device = self.grid_inputs.unpackers, self.splits.from_rotated.device
+        columns = grids.columns_of_steps(group, limits.longest_decode, unpackers=unpackers)
         self.matrix = cuda.pack_matrix(self.splits.from_rotated, self.splits.value_means)
         self.counters = grids.make_counters(limits.max_requests, self.grid_inputs, columns, device)
         self.schedulers = grids.make_schedulers(limits.max_requests, self.grid_inputs, columns, device)
@@ -375,7 +376,7 @@ class CudaPairs(DecodeKernel[CudaPairStep, None]):
         return grids.grid(requests * passes, self.grid_inputs, self._columns(query_len), is_final=is_final)
 
     def _columns(self, query_len: int) -> int:
-        return grids.column_count(self.shape.group, query_len)
+        return grids.column_count(self.shape.group, query_len, unpackers=self.grid_inputs.unpackers)
 
 
 def pair_kernel(layer: PairLayout, rotation: QueryRotation, option: str) -> TritonPairs | CudaPairs:

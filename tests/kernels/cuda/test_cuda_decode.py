@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import shutil
 from pathlib import Path
@@ -81,8 +82,6 @@ def gpu_only(**options: Any) -> Any:
         {"name": "isoquant3", "kv_heads": 1, "group": 12, "query_lens": (4, 3), "seq_lens": (700, 70),
          "splits": Grid(4, 2, False)},
         # A warpgroup that attends and one that unpacks.
-        {"name": "isoquant4", "kv_heads": 1, "group": 12, "query_lens": (4, 3), "seq_lens": (1100, 70),
-         "splits": Grid(4, 2, True)},
         {"name": "isoquant4", "kv_heads": 1, "group": 16, "query_lens": (4, 3), "seq_lens": (1100, 70),
          "splits": Grid(4, 2, True)},
         # Its V is lifted where all scales of 16 tokens are small: of all tokens, and of some.
@@ -249,6 +248,8 @@ def test_resources(name: str, centred: bool, columns: int, tmp_path: Path) -> No
     are spilled, outside of the loop; 32 columns and teams spill some in it, and blocks with warps that only unpack
     none."""
     page = page_layout(FORMATS[name], 128)
+    if columns == 48 and has_unpackers(page):
+        pytest.skip("they have 64 columns instead")
     few, _ = block_kinds(GridInputs(8, 128, 132, has_unpackers(page)), columns)
     variant = PairVariant(
         few.warps, True, columns, 16, ring_block=8, recent=64, has_bias=centred, output=torch.bfloat16,
@@ -364,9 +365,9 @@ def test_schedulers_have_room(group: int, head_dim: int) -> None:
     """For every length of a step, also where columns share blocks but not passes."""
     inputs, most = GridInputs(8, head_dim, 132), 48
     lengths = range(1, 4 * pass_tokens(group) + 1)
-    made = make_schedulers(most, inputs, columns_of_steps(group, lengths[-1]), torch.device(DEVICE))
+    made = make_schedulers(most, inputs, columns_of_steps(group, lengths[-1], unpackers=False), torch.device(DEVICE))
     for length in lengths:
-        columns, passes = column_count(group, length), pass_count(group, length)
+        columns, passes = column_count(group, length, unpackers=False), pass_count(group, length)
         for requests in range(1, most + 1):
             assert made[block_kind(requests * passes, inputs, columns)].requests >= requests * passes, (
                 length,
@@ -387,8 +388,11 @@ def test_grid_of_teams(requests: int) -> None:
 
 def test_columns() -> None:
     lengths = (1, 4, 5, 8, 9, 17, 25, 33, 49, 64)
-    assert [column_count(1, length) for length in lengths] == [4, 4, 8, 8, 16, 24, 32, 48, 64, 64]
+    found = [[column_count(1, length, unpackers=unpackers) for length in lengths] for unpackers in (False, True)]
+    assert found == [[4, 4, 8, 8, 16, 24, 32, 48, 64, 64], [4, 4, 8, 8, 16, 24, 32, 64, 64, 64]]
     assert [pass_count(6, length) for length in (1, 10, 11, 16)] == [1, 1, 2, 2]
-    assert columns_of_steps(16, 4) == {16: 1, 32: 1, 48: 1, 64: 1}
-    assert columns_of_steps(6, 16) == {8: 1, 16: 1, 24: 1, 32: 1, 48: 1, 64: 2}
-    assert columns_of_steps(24, 3) == {24: 1, 48: 2}
+    of_steps = functools.partial(columns_of_steps, unpackers=False)
+    assert of_steps(16, 4) == {16: 1, 32: 1, 48: 1, 64: 1}
+    assert of_steps(6, 16) == {8: 1, 16: 1, 24: 1, 32: 1, 48: 1, 64: 2}
+    assert of_steps(24, 3) == {24: 1, 48: 2}
+    assert columns_of_steps(16, 4, unpackers=True) == {16: 1, 32: 1, 64: 1}

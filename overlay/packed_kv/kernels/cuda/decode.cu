@@ -109,7 +109,7 @@ INLINE WorkItem shared_work_item() {
 
 // The code that serves a variant (`constants` of launch.py), in a namespace of its own. roles.cuh serves the codes and
 // head sizes of `has_unpackers`.
-#if UNPACKERS  // 48 and 64 columns with V of 4 bits and head_dim 128: two warpgroups, wgmma
+#if UNPACKERS  // 64 columns with V of 4 bits and head_dim 128: two warpgroups, wgmma
 #include "roles.cuh"
 namespace variant = roles;
 #elif IS_WIDE  // other codes and head sizes, and mixed codes: a team of warps, mma

@@ -176,10 +176,12 @@ def make_schedulers(
     }
 
 
-def column_count(group: int, max_query_len: int) -> int:
-    """Return the columns of the variant: the fewest that are enough for a pass."""
+def column_count(group: int, max_query_len: int, *, unpackers: bool) -> int:
+    """Return the columns of the variant: the fewest that are enough for a pass. unpackers: `has_unpackers`; such blocks
+    have 64 columns, as their products have 64 rows."""
     tokens = min(max_query_len, pass_tokens(group))
-    return next(columns for columns in COLUMN_COUNTS if group * tokens <= columns)
+    columns = next(columns for columns in COLUMN_COUNTS if group * tokens <= columns)
+    return COLUMNS if unpackers and columns > NARROW else columns
 
 
 def pass_count(group: int, max_query_len: int) -> int:
@@ -187,6 +189,7 @@ def pass_count(group: int, max_query_len: int) -> int:
     return -(-max_query_len // pass_tokens(group))
 
 
-def columns_of_steps(group: int, longest_decode: int) -> dict[int, int]:
+def columns_of_steps(group: int, longest_decode: int, *, unpackers: bool) -> dict[int, int]:
     """Return the columns of steps of up to `longest_decode` query tokens per request, and the most passes of each."""
-    return {column_count(group, length): pass_count(group, length) for length in range(1, longest_decode + 1)}
+    lengths = range(1, longest_decode + 1)
+    return {column_count(group, length, unpackers=unpackers): pass_count(group, length) for length in lengths}

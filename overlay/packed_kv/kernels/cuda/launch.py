@@ -309,8 +309,7 @@ class CudaDecode(CudaKernel[tuple[int, bool, int]]):
         """
         inputs = grid_inputs(self.page, self.kv_heads, 1, generation_of(self.capability))
         lengths = {
-            (column_count(self.group, length), pass_count(self.group, length)): length
-            for length in range(1, longest_decode + 1)
+            (self._columns(length), pass_count(self.group, length)): length for length in range(1, longest_decode + 1)
         }
         keys = []
         for (columns, _), length in lengths.items():
@@ -320,11 +319,14 @@ class CudaDecode(CudaKernel[tuple[int, bool, int]]):
                 keys.append((grid.warps, grid.is_final, length))
         self.compile(keys)
 
+    def _columns(self, query_len: int) -> int:
+        return column_count(self.group, query_len, unpackers=has_unpackers(self.page))
+
     def compilation(self, key: tuple[int, bool, int]) -> Compilation:
         """Return what a variant is compiled from."""
         warps, is_final, max_query_len = key
         variant = PairVariant(
-            warps, is_final, column_count(self.group, max_query_len), self.block_size, self.ring_block,
+            warps, is_final, self._columns(max_query_len), self.block_size, self.ring_block,
             self.recent, self.tiles_a_block is not None, self.output, self.has_lse and is_final,
             self.tiles_a_block or 0, pass_count(self.group, max_query_len), capability=self.capability,
             has_value_means=self.has_value_means,

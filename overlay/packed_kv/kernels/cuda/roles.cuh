@@ -1,4 +1,4 @@
-// Attention of a block for 48 or 64 columns by two warpgroups, for head_dim 128 and V of 4 bits. One unpacks: its
+// Attention of a block for 64 columns by two warpgroups, for head_dim 128 and V of 4 bits. One unpacks: its
 // warps copy and unpack a micro-block of each tile, and leave K and V as fp16 in shared memory (`roles_unpack.cuh`). The
 // other attends, as kernels over fp16 caches do (`roles_attend.cuh`).
 //
@@ -47,7 +47,7 @@ INLINE void store_rows(const Arguments& a, const Request& request, int head, con
             target = a.partial_output + row * HEAD_DIM;
             if (writes_statistics) a.partial_stats[2 * row] = sum.maximum, a.partial_stats[2 * row + 1] = total;
         }
-        if ((is_alone && (COLUMNS == 64 || column < COLUMNS)) || request.has(column)) for_each<16>([&](auto i) {
+        if (is_alone || request.has(column)) for_each<16>([&](auto i) {
             const float* own = state.output + 4 * i.value + 2 * r.value;
             *(Floats*)(target + 8 * i.value + 2 * lane.column) = {own[0] * factor, own[1] * factor};
         });

@@ -1,5 +1,5 @@
 // The warpgroup that attends to unpacked tiles (`roles.cuh`). Columns are the 64 rows of its products, so its softmax is
-// over rows in registers. With 48 columns the last 16 rows are 0.
+// over rows in registers.
 #pragma once
 #include "roles_tiles.cuh"
 
