@@ -128,6 +128,16 @@ def in_rounds(rows: list[Row]) -> list[Row]:
     return merged
 
 
+def with_columns(rows: list[Row]) -> list[Row]:
+    """Name the columns, query heads per KV head times new tokens, and the kernels of a commit that had fewer numbers of
+    them."""
+    named = {"d3e1689a": "cuda, of 32 and 64"}
+    return [
+        {**row, "columns": str(int(row["group"]) * int(row["query_tokens"])),
+         "kernel": named.get(row["commit"], row["kernel"])} for row in rows
+    ]  # fmt: skip
+
+
 def with_widths(rows: list[Row]) -> list[Row]:
     """Rows with `widths`: the bits of K's groups, in words; the last one of a case counts."""
     return in_order({**row, "widths": ", ".join(row["key_bits"].split()) or OWN_WIDTHS} for row in rows)
