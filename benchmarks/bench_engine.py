@@ -11,7 +11,6 @@ that took them. States begin as zeros.
 from __future__ import annotations
 
 import json
-import statistics
 import sys
 import time
 from collections import Counter, deque
@@ -24,6 +23,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from in_worker import (
+    attention_backends,
+    cache_bytes,
+    clear_states,
+    keep_pages,
+    launch_seconds,
+    spread_over,
+    spread_pages,
+)
+from step_kernels import KernelTimes, covered, device_kernels, kernel_times
 
 if TYPE_CHECKING:
     from vllm import LLM
@@ -111,113 +120,6 @@ def spare_search() -> None:
     coverage_engine.keep_one_configuration()
 
 
-def attention_layers(worker: Any) -> list[Any]:
-    """In a worker: the layers that attend, without those that only keep recent tokens."""
-    layers = worker.model_runner.vllm_config.compilation_config.static_forward_context.values()
-    return [layer for layer in layers if hasattr(layer, "kv_cache_dtype")]
-
-
-def paged_layers(worker: Any) -> list[Any]:
-    """In a worker: the layers that attend, and the caches of their indexers, which have pages of the same blocks."""
-    attending = attention_layers(worker)
-    indexers = (getattr(layer, "indexer", None) for layer in attending)
-    return [*attending, *(indexer.k_cache for indexer in indexers if indexer is not None)]
-
-
-def rows_of(ids: list[int], a_block: int, device: torch.device) -> torch.Tensor:
-    """Rows of blocks in a cache that has `a_block` of them a block."""
-    return (torch.tensor(ids, device=device)[:, None] * a_block + torch.arange(a_block, device=device)).flatten()
-
-
-def keep_pages(worker: Any, ids: list[int], blocks: int) -> None:
-    """In a worker: keep the pages of the blocks `ids`, of `blocks`, for `spread_pages`."""
-    worker.kept_pages = []
-    for cache in (layer.kv_cache for layer in paged_layers(worker)):
-        pages = cache.view(torch.uint8)
-        a_block = len(pages) // blocks  # vLLM may cut a block into several of the kernel
-        worker.kept_pages.append((pages, a_block, pages[rows_of(ids, a_block, pages.device)]))
-
-
-def spread_pages(worker: Any) -> None:
-    """In a worker: copy the pages that are kept over all others."""
-    for pages, _, source in worker.kept_pages:
-        for first in range(0, len(pages), len(source)):
-            target = pages[first : first + len(source)]
-            target.copy_(source[: len(target)])
-
-
-def spread_over(worker: Any, ids: list[int]) -> None:
-    """In a worker: copy the pages that are kept over those of the blocks `ids`."""
-    for pages, a_block, source in worker.kept_pages:
-        rows = rows_of(ids, a_block, pages.device)
-        for part in rows.split(len(source)):
-            pages[part] = source[: len(part)]
-
-
-def clear_states(worker: Any) -> None:
-    """In a worker: fill the states of all blocks, and so the pages in their memory, with zeros."""
-    for layer in worker.model_runner.vllm_config.compilation_config.static_forward_context.values():
-        if isinstance(cache := getattr(layer, "kv_cache", None), (list, tuple)):
-            for state in cache:
-                state.zero_()
-
-
-def cache_bytes(worker: Any) -> int:
-    """In a worker: bytes of its KV cache."""
-    return sum(layer.kv_cache.nbytes for layer in paged_layers(worker))
-
-
-def attention_backends(worker: Any) -> str:
-    """In a worker: see `Engine.attention`."""
-    names = set()
-    for layer in attention_layers(worker):
-        version = getattr(layer.impl, "vllm_flash_attn_version", None) or getattr(layer.impl, "fa_version", None)
-        names.add(layer.attn_backend.get_name() + (f" (FlashAttention {version})" if version else ""))
-    return " + ".join(sorted(names))
-
-
-def covered(spans: Iterable[tuple[float, float]]) -> float:
-    """Return how much time spans from a start to an end cover together."""
-    total, reached = 0.0, float("-inf")
-    for start, end in sorted(spans):
-        total += max(0.0, end - max(start, reached))
-        reached = max(reached, end)
-    return total
-
-
-def device_kernels(profile: Any) -> list[tuple[int, float, float]]:
-    """Kernels that a CUDA device ran: the number of the launch, start and end in microseconds. Raises RuntimeError if
-    PyTorch's profiler saw none on the device that is there."""
-    found = [
-        (event.id, event.time_range.start, event.time_range.end)
-        for event in profile.events()
-        if event.device_type == torch.autograd.DeviceType.CUDA
-        and not event.is_user_annotation
-        and not event.name.startswith(("Memcpy", "Memset"))
-    ]
-    if torch.cuda.is_available() and not found:
-        raise RuntimeError("PyTorch's profiler sees no kernel: it needs CUPTI, and the engine in this process")
-    return found
-
-
-def launch_seconds(worker: Any) -> list[float]:
-    """In a worker: since the last call, the seconds in which each step's model was launched, waiting for nothing. The
-    first call begins to keep them."""
-    if not hasattr(worker, "launch_seconds"):
-        execute = worker.model_runner.execute_model
-
-        def timed(*args: Any, **options: Any) -> Any:
-            started = time.perf_counter()
-            result = execute(*args, **options)
-            worker.launch_seconds.append(time.perf_counter() - started)
-            return result
-
-        worker.model_runner.execute_model = timed
-        worker.launch_seconds = []
-    seconds, worker.launch_seconds = worker.launch_seconds, []
-    return seconds
-
-
 @dataclass(frozen=True)
 class RecordedStep:
     """Tokens of each request in a step, and the mode and tokens of the CUDA graphs that it ran in (NONE: its own)."""
@@ -225,35 +127,6 @@ class RecordedStep:
     tokens: list[int]
     graph: str
     padded: int
-
-
-@dataclass(frozen=True)
-class KernelTimes:
-    """Means of a step: seconds that its kernels take, summed; their number; seconds from the first to the last kernel
-    of its whole CUDA graph, and from there to the first of the next step's (nan where there is none)."""
-
-    seconds: float
-    kernels: float
-    graph: float = float("nan")
-    between: float = float("nan")
-
-
-def kernel_times(kernels: Sequence[tuple[int, float, float]], steps: int, is_whole: bool) -> KernelTimes:
-    """The times of `steps` steps from all their kernels: the number of the launch, start and end in microseconds.
-
-    `is_whole`: each step ran in one CUDA graph, whose kernels have one launch and are most of the step's.
-    """
-    seconds = sum(end - start for _, start, end in kernels) * 1e-6 / steps
-    launches: dict[int, list[tuple[float, float]]] = {}
-    for launch, start, end in kernels:
-        launches.setdefault(launch, []).append((start, end))
-    largest = sorted(launches.values(), key=len)[-steps:]
-    if not is_whole or 2 * sum(map(len, largest)) < len(kernels):
-        return KernelTimes(seconds, len(kernels) / steps)
-    graphs = sorted((min(start for start, _ in found), max(end for _, end in found)) for found in largest)
-    between = [(later - end) * 1e-6 for (_, end), (later, _) in pairwise(graphs)]
-    span = statistics.fmean((end - start) * 1e-6 for start, end in graphs)
-    return KernelTimes(seconds, len(kernels) / steps, span, statistics.fmean(between) if between else float("nan"))
 
 
 @dataclass(frozen=True)

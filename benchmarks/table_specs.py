@@ -246,8 +246,8 @@ SPECS: Mapping[str, Sequence[Spec]] = {
              ratio("p50_us"), CASE, prepare=list, base={"kernel": "bf16"}),
         Spec("heads-of-256-drafts", "heads_of_256_drafts.csv", {"dtype": "µs, new tokens:", "kernel": "kernel"},
              ratio("p50_us"), ("query_tokens",), prepare=list, base={"kernel": "bf16"}),
-        Spec("columns-24-48", "columns_24_48.csv", {"head_dim": "channels", "dtype": "µs, columns:", "kernel": "kernel"},
-             ratio("p50_us"), ("columns",), prepare=with_columns, base={"kernel": "bf16"}),
+        Spec("columns-24-48", "columns_24_48.csv", {"head_dim": "channels", "dtype": "µs, columns:", "kernel":
+             "kernel"}, ratio("p50_us"), ("columns",), prepare=with_columns, base={"kernel": "bf16"}),
         Spec("gpu-tests", "gpu_tests.csv", {"command": "command", "result": "result"}, shows( {"card": "gpu",
              "vLLM": "vllm", "PyTorch": "torch", "commit": "commit"}), prepare=list),
     ),

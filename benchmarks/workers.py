@@ -28,7 +28,7 @@ ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the scheduler is within reach
     "VLLM_LOGGING_LEVEL": "ERROR",
     "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # functions of bench_engine.py run in the workers
+    "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # functions of in_worker.py run in the workers
     "VLLM_USE_FLASHINFER_SAMPLER": "0",  # tokens are greedy
 }
 UNMIXED = "UNMIXED"

@@ -71,7 +71,7 @@ def test_decode_rows(folder: Path) -> None:
 
 
 def test_time_that_overlapping_kernels_cover() -> None:
-    from bench_engine import covered
+    from step_kernels import covered
 
     assert covered([]) == 0
     assert covered([(7, 9), (0, 2), (1, 4), (2, 3), (4, 5)]) == 7
@@ -229,6 +229,7 @@ def test_pages_beside_states_are_filled_behind_their_zeroing(tmp_path: Path, mon
 def test_keys_of_an_indexer_are_filled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Else all tokens would score alike. Its keys on a CPU lie elsewhere; it marks the pages that would have them."""
     import bench_engine
+    import in_worker
     from vllm.distributed import cleanup_dist_env_and_memory
 
     sparse_models.install(monkeypatch)
@@ -238,7 +239,7 @@ def test_keys_of_an_indexer_are_filled(tmp_path: Path, monkeypatch: pytest.Monke
     try:
         engine = bench_engine.Engine(llm)
         engine.fill_pages()
-        layers = bench_engine.paged_layers(llm.llm_engine.model_executor.driver_worker)
+        layers = in_worker.paged_layers(llm.llm_engine.model_executor.driver_worker)
         widths = [layer.kv_cache.shape[-1] for layer in layers]
         assert sorted(set(widths)) == [132, 352] and widths.count(132) == widths.count(352)
         for layer in layers:

@@ -14,6 +14,7 @@ sys.path.insert(0, str(REPO / "benchmarks"))
 import bench_engine
 import mixed
 import rows
+import step_kernels
 import workers
 
 SCRIPT = """
@@ -102,14 +103,14 @@ def test_times_of_kernels() -> None:
     """Two steps: a launch of one kernel, a graph of three, of which two overlap, another launch; then the same."""
     step = [(1, 0, 4), (2, 10, 20), (2, 15, 30), (2, 32, 40), (3, 50, 51)]
     kernels = [*step, *((launch + 3, start + 100, end + 100) for launch, start, end in step)]
-    found = bench_engine.kernel_times(kernels, 2, is_whole=True)
+    found = step_kernels.kernel_times(kernels, 2, is_whole=True)
     assert found.seconds == pytest.approx(38e-6) and found.kernels == 5
     assert (found.graph, found.between) == pytest.approx((30e-6, 70e-6))
-    pieces = bench_engine.kernel_times(kernels, 2, is_whole=False)
+    pieces = step_kernels.kernel_times(kernels, 2, is_whole=False)
     assert (pieces.seconds, pieces.kernels) == (found.seconds, 5) and math.isnan(pieces.graph + pieces.between)
     apart = [(i, start, end) for i, (_, start, end) in enumerate(kernels)]
-    assert math.isnan(bench_engine.kernel_times(apart, 2, is_whole=True).graph), "no launch has most of the kernels"
-    assert math.isnan(bench_engine.kernel_times(step, 1, is_whole=True).between)
+    assert math.isnan(step_kernels.kernel_times(apart, 2, is_whole=True).graph), "no launch has most of the kernels"
+    assert math.isnan(step_kernels.kernel_times(step, 1, is_whole=True).between)
 
 
 def test_the_graph_of_most_steps() -> None:
