@@ -25,7 +25,7 @@ from packed_kv.codecs.latent import LatentCodec
 from packed_kv.codecs.pages import PagedCodec
 from packed_kv.formats import FORMATS, Format
 from packed_kv.gpu_generations import GENERATIONS
-from packed_kv.kernels import cuda
+from packed_kv.kernels import cuda, served
 from packed_kv.kernels.served import (
     CPP,
     CUDA,
@@ -38,6 +38,7 @@ from packed_kv.kernels.served import (
     longest_of,
     who_serves,
 )
+from packed_kv.reference.attention import AttentionOptions
 from packed_kv.refusals.table import Refused
 from vllm.config import set_current_vllm_config
 from vllm.engine.arg_utils import EngineArgs
@@ -311,3 +312,17 @@ def test_a_compiler_is_looked_for_on_this_machine_alone(monkeypatch: pytest.Monk
     assert who_serves(Engine("cpu"), PAIRS).reason.startswith("CXX=no-such-compiler: there is no such program")
     assert who_serves(HOPPER, PAIRS).reason == "the CUDA kernel does not support a machine without NVRTC"
     assert [who_serves(on._replace(is_here=False), PAIRS).kernel for on in (Engine("cpu"), HOPPER)] == [CPP, CUDA]
+
+
+def test_a_cpu_asks_with_the_whole_layer(config: Any, lines: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A variant that C++ lacks is refused only if the question has it."""
+    lacks = served.cpp_lacks
+    monkeypatch.setattr(served, "cpp_lacks", lambda x, ranks=1: "a soft cap" if x.soft_cap else lacks(x, ranks))
+    found = []
+    for soft_cap in (None, 30.0):
+        options = AttentionOptions(1.0, logits_soft_cap=soft_cap)
+        here = EngineLimits.of(config, torch.device("cpu"))
+        layout = PairLayout(PagedCodec(FORMATS["tq4"], 64), 4, 2, options, here.limits)
+        found.append(pairs_on_cpu.find_kernels(FORMATS["tq4"], layout, here)[1])
+    assert isinstance(found[0], pairs_on_cpu.CpuPairs) and found[1] is None
+    assert any("a soft cap" in line for line in lines)

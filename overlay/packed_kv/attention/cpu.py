@@ -84,8 +84,7 @@ def find_kernels(
     the log says so, and the kernel is PyTorch's or None. With several ranks, all runs in PyTorch."""
     attends = engine.dtype != torch.float32
     in_pytorch = reference_pair_store(layer.codec), None, None
-    head_dim, group = layer.codec.key.head_dim, layer.query_heads // layer.kv_heads
-    served = who_serves(Engine("cpu", ranks=layer.shard.ranks), Pairs(fmt, head_dim, group))
+    served = who_serves(Engine("cpu", ranks=layer.shard.ranks), layer.asked())
     if served.kernel != CPP:
         warn_of_pytorch(fmt.name, served.reason)
         return in_pytorch
@@ -96,7 +95,7 @@ def find_kernels(
         if not attends:
             return library, None, None
         pairs = CpuPairs(*sizes, engine.largest)
-        if refused := prefill_refusal(head_dim):
+        if refused := prefill_refusal(layer.codec.key.head_dim):
             logger.warning_once(
                 "%s: vLLM's attention op does not support %s; prefill runs in PyTorch, many times slower",
                 fmt.name,
