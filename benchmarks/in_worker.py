@@ -1,4 +1,4 @@
-"""What benchmarks ask of an engine's workers, by `collective_rpc`: their layers, pages, states and launches."""
+"""Functions that benchmarks run in an engine's workers, by `collective_rpc`: layers, pages, states and launches."""
 
 from __future__ import annotations
 

@@ -30,8 +30,8 @@ KL_SOURCE = ("docs/lab/quality.md: SmolLM2-135M on one H200, decoded token by to
              "(fp8-storage); what was not run there: docs/lab/quality.md, on a CPU")  # fmt: skip
 LATENTS_SOURCE = ("docs/lab/quality.md: mla-demo, a small model with DeepSeek-V3's latents, on a CPU, by the codec; in "
                   "units of what fp8 costs there")  # fmt: skip
-RECALL_SOURCE = ("docs/lab/quality.md: of {} numbers far back in 7,500 tokens that bf16 answers, SmolLM2-135M on one "
-                 "{}, window of 64")  # fmt: skip
+RECALL_SOURCE = ("docs/lab/quality.md: of {} numbers far back in 7,500 tokens that bf16 answers, SmolLM2-135M "
+                 "on one {}, window of 64")  # fmt: skip
 
 
 def content() -> str:
@@ -125,11 +125,14 @@ def recall() -> Mapping[str, object]:
     """Percent of the numbers far back that a dtype answers, of those that bf16 answers, by calibration."""
     found: dict[str, object] = {}
     fp8: dict[str, int] = {}
+    cards: list[str] = []
     for (name, setting), state in zip(BEHIND.items(), ("calibrated", "uncalibrated"), strict=True):
         rows = [row for row in quality_rows.kept_tasks(name) if (row["task"], row["prompt"]) == ("far", "7,500")]
         solved = {row["dtype"]: int(row["solved"].rstrip("%")) for row in rows}
+        cards.append(rows[0]["gpu"].split()[1])
         if setting == CALIBRATED:
-            found["source"] = RECALL_SOURCE.format(rows[0]["kept"].split()[0], rows[0]["gpu"].split()[1])
+            found["source"], kept = "", rows[0]["kept"].split()[0]  # it comes first
             fp8 = {"fp8": solved["fp8"]}
         found[state] = {"bf16": 100, **fp8, **{dtype: solved[dtype] for dtype in DTYPES}}
+    found["source"] = RECALL_SOURCE.format(kept, " and, without a file, ".join(dict.fromkeys(cards)))
     return found

@@ -114,7 +114,7 @@ KL = {"dtype": "dtype", "bytes": "KV bytes/token", "setting": "setting"}
 AFTER = {"dtype": "mean KL, nats, prompt tokens:", "bytes": "KV bytes/token"}
 BOTH = {"dtype": "mean KL; 99.9th percentile, nats, prompt tokens:", "bytes": "KV bytes/token"}
 TAIL = {"dtype": "99.9th percentile, nats, prompt tokens:", "bytes": "KV bytes/token"}
-TAILS = ratio("kl_tail", lambda cell: f"{float(cell):.3f}")
+TAILS = ratio("kl_tail", tables.thousandths)
 AGENTS = {"output tokens/s": text("output_tokens_s", ",.0f"), "hit rate": text("hit_rate", ".2f"),
           "TTFT p50, s": text("p50_ttft_ms", ".2f", 1e-3), "TTFT p99, s": text("p99_ttft_ms", ".2f", 1e-3),
           "between outputs p50, ms": text("p50_itl_ms", ".1f"), "p99, ms": text("p99_itl_ms", ".0f"),

@@ -62,12 +62,9 @@ def ratio(column: str, form: Callable[[str], str] = number, digits: int = 2) -> 
     def show(row: Row, base: Row | None) -> str:
         if not row[column]:
             return "does not fit"
-        compared = (
-            f" ({float(row[column]) / float(base[column]):.{digits}f})"
-            if base and base is not row and base[column]
-            else ""
-        )
-        return form(row[column]) + compared
+        if not math.isfinite(float(row[column])) or not base or base is row or not base[column]:
+            return form(row[column])
+        return f"{form(row[column])} ({float(row[column]) / float(base[column]):.{digits}f})"
 
     return show
 
@@ -254,7 +251,12 @@ def kl(row: Row, _: Row | None = None) -> str:
 
 def kl_and_tail(row: Row, _: Row | None = None) -> str:
     """Mean KL as `kl` shows it, and behind it the 99.9th percentile."""
-    return f"{kl(row)}; {float(row['kl_tail']):.3f}"
+    return f"{kl(row)}; {thousandths(row['kl_tail'])}"
+
+
+def thousandths(cell: str) -> str:
+    """A percentile of KL."""
+    return f"{float(cell):.3f}" if math.isfinite(float(cell)) else NOT_FINITE
 
 
 def ratio_of_means(ours: Sequence[float], others: Sequence[float]) -> tuple[float, float]:

@@ -95,15 +95,19 @@ processes() {
     count=$((count < $2 ? count : $2))
     echo $((count > 1 ? count : 1))
 }
-# in_processes COUNT ARGUMENTS... runs the tests that pytest finds by the arguments, the options among them first, in so
-# many processes. (pytest-xdist's workers ended before their first test on two machines of three.)
+# in_processes COUNT ARGUMENTS... splits the tests that pytest collects for the arguments over so many processes. An option
+# with its value comes first. (pytest-xdist's workers ended before their first test on two machines of three.)
 in_processes() {
     local count=$1 name="tests.${#jobs[@]}" options=() part names=()
     shift
-    python3 -m pytest --collect-only -q -p no:cacheprovider "$@" | grep '^tests/.*::' >"$logs/$name" || return 1
+    if ! run_pytest --collect-only "$@" >"$logs/$name.said" 2>&1; then
+        cat "$logs/$name.said"
+        return 1
+    fi
+    grep '^tests/.*::' "$logs/$name.said" >"$logs/$name"
     if [[ ${1:-} == --* ]]; then options=("$1" "$2"); fi
-    split -n "r/$count" "$logs/$name" "$logs/$name."
-    for part in "$logs/$name."??; do
+    split -e -n "r/$count" "$logs/$name" "$logs/$name."
+    for part in "$logs/$name."[a-z][a-z]; do
         start "$(basename "$part").log" run_pytest "${options[@]}" "@$part"
         names+=("$(basename "$part").log")
     done

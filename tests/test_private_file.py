@@ -61,6 +61,7 @@ EXCEPTIONS = {
     ("overlay/packed_kv/sharing/file_tier.py", "open"): "O_DIRECT, O_NOFOLLOW and random names: checks of its own",
     ("overlay/packed_kv/sharing/model_identity.py", "read_bytes"): ENGINE,
     ("overlay/packed_kv/sharing/model_identity.py", "open"): ENGINE,
+    ("overlay/packed_kv/settings/self_calibration.py", "read_bytes"): OWN,
     ("calibration/tq_calibrate/text.py", "read_text"): INPUT,
     ("calibration/tq_calibrate/run.py", "read_text"): "the function of text.py",
     ("calibration/tq_calibrate/weights.py", "safe_open"): ENGINE,
@@ -74,6 +75,7 @@ EXCEPTIONS = {
     ("quality/packed_kv_quality/servers.py", "open"): "the log below the folder that benchmarks/serve.py made",
     ("quality/long_context.py", "read_text"): INPUT,
     ("quality/json_answers.py", "read_text"): INPUT,
+    ("quality/behind_hits.py", "read_text"): INPUT,
     ("quality/latent_quality.py", "read_text"): INPUT,
     ("quality/section_widths.py", "read_text"): INPUT,
 }

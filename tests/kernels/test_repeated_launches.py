@@ -73,7 +73,7 @@ def batches() -> Iterator[Any]:
             for columns, (group, query_tokens) in groups.items():
                 for recent in (0, 64):
                     number += 1
-                    means = (None, "one", "blocks", "values")[number % 4]
+                    means = (None, "one", "blocks", "values")[(number - 1) // 2 % 4]
                     label = f"{name}-{head_dim}-{columns}-{recent}-{means}"
                     yield pytest.param(name, head_dim, group, query_tokens, recent, means, id=label)
 

@@ -71,7 +71,11 @@ CUDA_DECODES: list[tuple[str, dict[str, Any]]] = [
     ("tq4", {"head_dim": 256, "group": 6, "splits": Grid(4, 2, True), "seq_lens": (1, 37, 700)}),
     (
         "tq3",
-        {"head_dim": 256, "group": 6, "query_lens": (4, 1, 2), "splits": Grid(8, 2, True), "seq_lens": (9, 37, 700)},
+        {"head_dim": 256, "group": 6, "query_lens": (4, 1, 2), "splits": Grid(4, 2, True), "seq_lens": (9, 37, 700)},
+    ),
+    (
+        "tq4",
+        {"head_dim": 256, "group": 6, "query_lens": (2, 1, 2), "splits": Grid(2, 2, True), "seq_lens": (9, 37, 700)},
     ),
 ]
 

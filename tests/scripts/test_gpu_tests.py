@@ -14,8 +14,9 @@ from checkout import REPO
 SCRIPT = REPO / "scripts" / "gpu_tests.sh"
 PYTHON = """#!/bin/bash
 [[ $1 == -m ]] || exit 0
-if [[ $3 == --collect-only ]]; then
-    for file in "${@:7}"; do
+if [[ $7 == --collect-only ]]; then
+    if [[ "$*" == *"$UNCOLLECTED"* ]]; then echo "an import fails"; exit 2; fi
+    for file in "${@:8}"; do
         if [[ $file == tests/* ]]; then for i in {1..20}; do echo "$file::test_$i"; done; fi
     done
     echo "20 tests collected"
@@ -47,9 +48,11 @@ def path(tmp_path: Path) -> str:
     return f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
 
 
-def run(path: str, *arguments: str, failing: str = "nothing") -> subprocess.CompletedProcess[str]:
+def run(
+    path: str, *arguments: str, failing: str = "nothing", uncollected: str = "nothing"
+) -> subprocess.CompletedProcess[str]:
     command = ["bash", str(SCRIPT), *arguments]
-    environment = {**os.environ, "PATH": path, "FAILING": failing}
+    environment = {**os.environ, "PATH": path, "FAILING": failing, "UNCOLLECTED": uncollected}
     return subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
 
 
@@ -99,6 +102,12 @@ def test_a_failure_is_told(path: str, failing: str) -> None:
     part = "engine" if "drafts" in failing else "memcheck"
     done = run(path, failing=failing)
     assert done.returncode == 1 and done.stderr == f"gpu_tests.sh: failed: {part}\n"
+
+
+def test_what_cannot_be_collected_is_told(path: str) -> None:
+    done = run(path, uncollected="tests/engine/test_hy4")
+    assert done.returncode == 1 and done.stderr == "gpu_tests.sh: failed: picked\n"
+    assert "an import fails" in done.stdout.split("== ")[4]
 
 
 def test_unknown_parts_are_refused(path: str) -> None:

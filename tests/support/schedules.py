@@ -43,17 +43,19 @@ class WorkItem(NamedTuple):
         )
 
 
-def reference_schedule(lengths: list[int], resident_blocks: int, warps: int) -> list[WorkItem]:
-    """Return the schedule that the kernel of `Scheduler` makes, which cuts requests as stream-K does with 8 warps and
-    more.
+def reference_schedule(
+    lengths: list[int], resident_blocks: int, warps: int, *, stream_k: bool | None = None
+) -> list[WorkItem]:
+    """Return the schedule that the kernel of `Scheduler` makes.
 
     Args:
         lengths: tokens of each request; 0 for those that pad the batch of a CUDA graph.
         resident_blocks: blocks that the card runs at a time, per KV head.
         warps: warps of a block.
+        stream_k: whether requests are cut as stream-K does; None: with 8 warps and more.
     """
     tiles = [-(-n // TILE_TOKENS) for n in lengths]
-    cut = _stream_k_cuts if warps >= 8 else _equal_cuts
+    cut = _stream_k_cuts if (warps >= 8 if stream_k is None else stream_k) else _equal_cuts
     sized: list[tuple[int, WorkItem]] = []
     for request, (n, cuts) in enumerate(zip(tiles, cut(tiles, resident_blocks, warps), strict=True)):
         ends = [0, *cuts, n]

@@ -213,7 +213,15 @@ def test_centred_and_scaled_pages(options: dict[str, Any]) -> None:
          "requests": ((700, 0), (60, 50), (20, 20)), "query_lens": (1, 1, 1), "splits": Grid(4, 2, True)},
         {"name": "tq4", "head_dim": 256, "kv_heads": 1, "group": 2, "recent": 64, "requests": ((300, 0), (60, 50)),
          "query_lens": (2, 1), "splits": Grid(1, 6, False)},
-        # Teams over heads of 256 have a tile of the ring for every second warp: rings of one tile, and of many.
+        # 24 columns of a warp, and a team of 48.
+        {"name": "tq3", "head_dim": 64, "kv_heads": 1, "group": 6, "query_lens": (4, 1), "recent": 64,
+         "requests": ((1100, 0), (60, 50)), "splits": Grid(4, 3, True)},
+        {"name": "turboquant25", "head_dim": 64, "kv_heads": 1, "group": 6, "query_lens": (8, 1), "recent": 64,
+         "requests": ((300, 0), (60, 50)), "splits": Grid(2, 3, True)},
+        # Teams of 8 warps over heads of 256 have a tile of the ring for every second warp.
+        {"name": "tq4", "head_dim": 256, "kv_heads": 1, "group": 6, "recent": 200, "query_lens": (5, 1, 2),
+         "requests": ((700, 0), (60, 50), (20, 20)), "splits": Grid(8, 2, True)},
+        # Smaller ones for each warp: rings of one tile, and of many.
         {"name": "tq4", "head_dim": 256, "kv_heads": 1, "group": 6, "recent": 200, "query_lens": (4, 1, 2),
          "requests": ((700, 0), (60, 50), (20, 20)), "splits": Grid(4, 2, True)},
         {"name": "turboquant35", "head_dim": 256, "kv_heads": 1, "group": 6, "recent": 64, "query_lens": (2, 1),

@@ -60,6 +60,18 @@ def test_schedule(kind: str, requests: int) -> None:
     assert sorted(item.first_slot + item.part for item in expected) == list(range(len(expected)))
 
 
+@pytest.mark.parametrize("kind", ["equal", "one long", "any", "padded"])
+@pytest.mark.parametrize(("blocks", "warps"), [(132, 2), (66, 4)])
+def test_stream_k_of_small_teams(kind: str, blocks: int, warps: int) -> None:
+    """Few requests with heads of 256 are cut so, too, in blocks of 2 and 4 warps."""
+    lengths = batch(kind, 24)
+    scheduler = Scheduler(24, blocks, warps, DEVICE, stream_k=True)
+    found = scheduler(torch.tensor(lengths, dtype=torch.int32, device=DEVICE)).tolist()
+    expected = reference_schedule(lengths, blocks, warps, stream_k=True)
+    assert found[: len(expected)] == [list(item.words()) for item in expected]
+    assert expected != reference_schedule(lengths, blocks, warps, stream_k=False)
+
+
 def test_words_hold_large_numbers() -> None:
     item = WorkItem(
         request=4095, part=31, parts=32, first_slot=30_000, tokens=2_000_000_000, begin=7_812_000, end=8_000_000
