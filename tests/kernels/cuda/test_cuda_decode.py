@@ -111,6 +111,13 @@ def gpu_only(**options: Any) -> Any:
          "splits": Grid(8, 2, True)},
         {"name": "turboquant25", "head_dim": 256, "kv_heads": 1, "group": 16, "query_lens": (5, 1),
          "seq_lens": (300, 5), "splits": Grid(8, 2, True)},
+        # The maximum of the last column moves alone: of a warp's 24, and of teams'.
+        {"name": "tq4", "head_dim": 64, "kv_heads": 1, "group": 6, "query_lens": (4,), "seq_lens": (700,),
+         "splits": Grid(4, 2, True), "sharp": (3, 5)},
+        {"name": "tq4", "head_dim": 64, "kv_heads": 1, "group": 16, "query_lens": (4,), "seq_lens": (700,),
+         "splits": Grid(2, 2, True), "sharp": (3, 15)},
+        {"name": "tq4", "head_dim": 256, "kv_heads": 1, "group": 6, "query_lens": (4,), "seq_lens": (700,),
+         "splits": Grid(4, 2, True), "sharp": (3, 5)},
         gpu_only(name="tq4", head_dim=256, kv_heads=4, group=6, seq_lens=(9000, 4097), splits=Grid(4, 99, True)),
         gpu_only(name="tq4", head_dim=256, kv_heads=4, group=6, query_lens=(4, 2), seq_lens=(9000, 4097),
                  splits=Grid(4, 66, True)),

@@ -19,9 +19,10 @@ BOUND = 2e-3
 
 def run(name, *, head_dim=128, value_dim=None, kv_heads=2, group=4, seq_lens=(1, 37, 100), query_lens=None,
         block_size=16, splits=3, window=None, soft_cap=None, sinks=None, dtype=torch.float16, size=1.0, kernel="triton",
-        returns_lse=False, poison=0xFF, **transforms):  # fmt: skip
+        returns_lse=False, poison=0xFF, sharp=None, **transforms):  # fmt: skip
     """Kernel output and the reference in float64, [tokens, query heads, head_dim], on pages of poison; or of both the
-    natural log-sum-exps of the scores, [tokens, query heads]."""
+    natural log-sum-exps of the scores, [tokens, query heads]. `sharp`: token and head of a query whose scores lie far
+    apart, so that its softmax's maximum moves alone."""
     generator = torch.Generator().manual_seed(head_dim + len(seq_lens))
     query_lens = query_lens or (1,) * len(seq_lens)
     codec = page_codec(FORMATS[name], head_dim, device=DEVICE, value_dim=value_dim, **transforms)
@@ -31,6 +32,8 @@ def run(name, *, head_dim=128, value_dim=None, kv_heads=2, group=4, seq_lens=(1,
     table = torch.full((len(seq_lens), max(blocks_each)), -1, dtype=torch.int32)
     cache, start = cache.to(DEVICE), torch.tensor([0, *query_lens]).cumsum(0).to(torch.int32)
     query = torch.randn(sum(query_lens), kv_heads * group, head_dim, generator=generator).to(DEVICE, dtype)
+    if sharp is not None:
+        query[sharp] *= 64
     of_output = (*query.shape[:2], value_dim or head_dim)
     expected = torch.zeros(of_output, dtype=torch.float64, device=DEVICE)
     expected_lse = torch.zeros(query.shape[:2], dtype=torch.float64, device=DEVICE)
