@@ -82,7 +82,7 @@ class NullCodec:
 
     def __init__(self, fmt: Format, head_dim: int, *_unused: object) -> None:
         self.dtype, self.slot_bytes = NULL_DTYPES[fmt.name], fmt.slot_bytes(head_dim)
-        self.key = SimpleNamespace(head_dim=head_dim)
+        self.key = self.value = SimpleNamespace(fmt=fmt, head_dim=head_dim)
 
     def write(self, cache, slots, key, value, positions=None):
         stored = slots >= 0
