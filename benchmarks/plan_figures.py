@@ -131,8 +131,7 @@ def recall() -> Mapping[str, object]:
         solved = {row["dtype"]: int(row["solved"].rstrip("%")) for row in rows}
         cards.append(rows[0]["gpu"].split()[1])
         if setting == CALIBRATED:
-            found["source"], kept = "", rows[0]["kept"].split()[0]  # it comes first
+            kept = rows[0]["kept"].split()[0]
             fp8 = {"fp8": solved["fp8"]}
         found[state] = {"bf16": 100, **fp8, **{dtype: solved[dtype] for dtype in DTYPES}}
-    found["source"] = RECALL_SOURCE.format(kept, " and, without a file, ".join(dict.fromkeys(cards)))
-    return found
+    return {"source": RECALL_SOURCE.format(kept, " and, without a file, ".join(dict.fromkeys(cards))), **found}

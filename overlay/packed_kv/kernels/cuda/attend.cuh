@@ -4,7 +4,8 @@
 
 namespace narrow {
 
-// Queries of 24 and 32 columns lie in shared memory, once for each warp: a lane reads what it wrote. Others are in registers.
+// Queries of 24 and 32 columns lie in shared memory, once for each warp: a lane reads what it wrote. Others are in
+// registers.
 constexpr bool SHARES_QUERIES = OCTETS > 2;
 // Shared memory at the end, in place of the stages of all warps.
 struct WarpResults {

@@ -14,7 +14,8 @@
 //                                       the fields of `KernelLayout`; *_AT are offsets in a micro-block or ring slot
 //   TABLE_*, *_3, *_2                   values of `units.py`
 //   KV_HEADS, QUERY_GROUP               KV heads, and query heads per KV head
-//   COLUMNS                             at least QUERY_GROUP times the query tokens of a pass: 4, 8, 16, 24, 32, 48 or 64
+//   COLUMNS                             at least QUERY_GROUP times the query tokens of a pass: 4, 8, 16, 24, 32, 48 or
+//                                       64
 //   PASSES, PASS_TOKENS                 passes over the keys of a request, and the query tokens of each
 //   HAS_PASS_TABLE                      whether requests are passes over prefixes that a table lists
 //   MICRO_BLOCKS, TILE_BLOCKS           micro-blocks per page, and per tile

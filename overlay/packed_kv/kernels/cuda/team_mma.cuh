@@ -101,8 +101,8 @@ struct WeightsOfWarp {
 
 INLINE void load_weights(u32 weights, int pair, u32 (&operands)[4]) { load_shared_4(weights + pair * OPERAND, operands); }
 
-// Adds V of 16 tokens and one group, decoded to `pairs`, multiplied by weights: `load` has those of a pair of octets.
-// `scales` has one byte per token n3 n0.
+// Adds V of 16 tokens and one group, decoded to `pairs`, multiplied by weights; `load` loads the weights of a pair of
+// octets. `scales` has one byte per token n3 n0.
 template <class Load>
 INLINE void add_group(float (&output)[2][SCORES], const u32 (&pairs)[8], u32 scales, Load&& load) {
     const u32 low_scales = scale_pair(scales, 0x4140), high_scales = scale_pair(scales, 0x4342);

@@ -1,6 +1,6 @@
-// Attention of a block for 48 and 64 columns (16 to 64 over heads of 256), which share one unpacking. Its warps are a team
-// that shares the groups of 32 channels: one each, or several over heads of 256. Each warp computes the weights of its
-// own tokens for all columns, and leaves them in shared memory; then it adds V of all the team's tokens for its own
+// Attention of a block for 48 and 64 columns (16 to 64 over heads of 256), which share one unpacking. Its warps are a
+// team that shares the groups of 32 channels: one each, or several over heads of 256. Each warp computes the weights of
+// its own tokens for all columns, and leaves them in shared memory; then it adds V of all the team's tokens for its own
 // groups. So each code is unpacked by one warp, once, and a warp holds the outputs of its own groups only.
 //
 // The weights of two tiles lie in shared memory, so one barrier per tile is enough: past it, all warps have finished
