@@ -197,7 +197,7 @@ def check_rows_before(head_dim: int, group: int) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dtypes", nargs="+", default=["tq4", "tq3", "turboquant25"], choices=FORMATS, metavar="DTYPE")
-    parser.add_argument("--head-dims", type=int, nargs="+", default=[128, 64], choices=(64, 128))
+    parser.add_argument("--head-dims", type=int, nargs="+", default=[128, 64], choices=(64, 128, 256))
     parser.add_argument("--shapes", nargs="+", default=["1x8192", "4x2048"], metavar="NxPREFIX")
     parser.add_argument(
         "--passes", type=int, nargs="+", default=[1, 2, 4, 8, 16], help="of a request (default: 1 2 4 8 16)"

@@ -5,9 +5,11 @@ left there (warm). The caches are those of packed-kv, Triton, torch.compile and 
 engine runs in that one process (VLLM_ENABLE_V1_MULTIPROCESSING=0), so its steps can be timed by name; a server adds
 the import of vLLM in the process that it starts.
 
-A row has the seconds until the first token and, of these, what vLLM's worker took for each step of the start. Of
-packed-kv's kernels it says how many were compiled and how many came from a cache, the sum of their seconds (several may
-be compiled at a time), and which were compiled when requests ran.
+A row has the seconds until the first token and, of these, what vLLM's worker took for each step of the start; of
+`warm_up_s`, CUDA graphs took `graphs_s`; they hold `graphs_gib` of memory. A dtype may have a mode of graphs:
+`fp8:FULL`; `tq4:UNMIXED` is the default mode without `mixed_graphs`. Of packed-kv's kernels a row says how many were
+compiled and how many came from a cache, the sum of their seconds (several may be compiled at a time), and which were
+compiled when requests ran.
 
 With `--fork`, PyTorch and vLLM are imported once and each case is a fork of the process that did: where imports are
 slow, as from a file system over a network, more cases fit into a time, and their differences are the same. An engine of
@@ -30,6 +32,7 @@ from pathlib import Path
 from typing import Any
 
 import rows
+import workers
 
 DTYPES = ("auto", "fp8", "tq4", "isoquant4", "turboquant25")
 STEPS = {
@@ -126,24 +129,56 @@ def time_steps(seconds: dict[str, float]) -> None:
         setattr(Worker, name, timed(getattr(Worker, name), column))
 
 
-def measure(dtype: str, started: float, model: Path, options: argparse.Namespace) -> dict[str, object]:
-    """In a worker: the row of an engine's start, without its first columns. `model`: a folder for it."""
+@dataclass
+class Captures:
+    """Seconds that vLLM's model runner takes to capture CUDA graphs, and their memory in bytes."""
+
+    seconds: float = 0.0
+    memory: int = 0
+
+    def watch(self) -> None:
+        from vllm.v1.worker.gpu.model_runner import GPUModelRunner
+
+        capture = GPUModelRunner.capture_model
+
+        def timed(*args: Any, **options: Any) -> int:
+            begun = time.monotonic()
+            memory: int = capture(*args, **options)
+            self.seconds += time.monotonic() - begun
+            self.memory += memory
+            return memory
+
+        GPUModelRunner.capture_model = timed
+
+
+def measure(name: str, started: float, model: Path, options: argparse.Namespace) -> dict[str, object]:
+    """In a worker: the row of an engine's start, without its first columns. `name`: dtype and mode of CUDA graphs;
+    `model`: a folder for it."""
     import torch
     from vllm import LLM, SamplingParams
 
     imported = time.monotonic() - started
     import bench_engine
 
-    kernels, seconds = Kernels(), dict.fromkeys(STEPS.values(), 0.0)
+    dtype, mode = workers.split_mode(name)
+    graphs, additional_config = workers.options_of_mode(mode)
+    kernels, captures, seconds = Kernels(), Captures(), dict.fromkeys(STEPS.values(), 0.0)
     if torch.cuda.is_available() and dtype not in ("auto", "fp8"):
         kernels.watch_cuda(started)
         kernels.watch_triton(started)
     time_steps(seconds)
-    compilation = {"cudagraph_capture_sizes": bench_engine.graph_sizes(MAX_REQUESTS)} if options.compile else None
+    captures.watch()
+    if options.no_search:
+        bench_engine.spare_search()
+    compilation: dict[str, Any] | None = {"cudagraph_mode": graphs} if graphs else {}
+    if not options.compile:
+        compilation = None
+    elif not options.all_graphs:
+        compilation["cudagraph_capture_sizes"] = bench_engine.graph_sizes(options.max_requests)
     folder = _model(model, config_of(options.model, options.layers))
     llm: LLM = bench_engine.start(
-        folder, dtype, MAX_LEN, MAX_REQUESTS, int(options.kv_cache_memory),
-        chunk=STEP_TOKENS, enable_prefix_caching=True, compilation=compilation,
+        folder, dtype, MAX_LEN, options.max_requests, int(options.kv_cache_memory),
+        chunk=STEP_TOKENS, enable_prefix_caching=True, compilation=compilation, additional_config=additional_config,
     )  # fmt: skip
     ready = time.monotonic() - started
 
@@ -165,6 +200,7 @@ def measure(dtype: str, started: float, model: Path, options: argparse.Namespace
     return {
         "first_token_s": f"{total:.2f}", "import_s": f"{imported:.2f}",
         **{name: f"{value:.2f}" for name, value in seconds.items()},
+        "graphs_s": f"{captures.seconds:.2f}", "graphs_gib": f"{captures.memory / 2**30:.2f}",
         "other_s": f"{ready - imported - sum(seconds.values()):.2f}", "first_request_s": f"{first:.2f}",
         "later_requests_s": f"{later:.2f}",
         "kernels_compiled": len(kernels.compiled), "compile_s": f"{sum(took for *_, took in kernels.compiled):.2f}",
@@ -258,6 +294,7 @@ def run_case(dtype: str, caches: Path, state: str, commit: str, tree: str, optio
         print(f"{dtype} {state} failed: {output[-3000:]}", flush=True)
         return False
     case = {"dtype": dtype, "caches": state, "torch_compile": "yes" if options.compile else "no",
+            "max_requests": options.max_requests,
             "layers": options.layers or ("" if options.model else 36),
             "cpus": len(os.sched_getaffinity(0))}  # fmt: skip
     row = {**case, **found[0], "commit": commit}
@@ -284,6 +321,10 @@ def main() -> int:
     add("--states", nargs="+", default=["cold", "warm"], choices=["cold", "warm"], help="default: both")
     add("--caches", type=Path, help="folder of the caches, to go on with (default: a temporary one)")
     add("--compile", action="store_true", help="torch.compile")
+    add("--all-graphs", action="store_true", help="with --compile: all sizes of CUDA graphs that vLLM has by itself")
+    add("--max-requests", type=int, default=MAX_REQUESTS, help="at once (default: %(default)s)")
+    add("--no-search", action="store_true", help="do not let Triton search for configurations of vLLM's kernels, which "
+        "in models with states takes more than a minute")  # fmt: skip
     add("--layers", type=int, help="of the model (default: all)")
     add("--model", help="folder of another model, for its shape (default: 8B-shaped)")
     add("--kv-cache-memory", type=float, default=CACHE_BYTES, help="bytes (default: %(default)s)")
