@@ -106,7 +106,7 @@ class Case:
         def attend(rotates: bool) -> None:
             for kernel in kernels:
                 if rotates:
-                    rotate(of_rotation.grid, (self.query,), of_rotation.arguments)
+                    rotate(of_rotation.launch.grid, (self.query,), of_rotation.launch.arguments)
                 kernel(len(schedule), step[0], output)
 
         attend(True)
