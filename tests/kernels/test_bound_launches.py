@@ -253,7 +253,7 @@ def of_decode(monkeypatch: pytest.MonkeyPatch) -> tuple[Binder, Callable[..., No
     layer.bound, layer.splits = Launches(), object.__new__(decode.PairWorkspace)
     layer.splits.layer = SimpleNamespace(options=SimpleNamespace(sinks=None))
     layer._bind = binder
-    step: Any = decode.CudaPairStep(None, None, grids.Grid(1, 1, True), 1, 1, b"", ())
+    step: Any = decode.CudaPairStep(None, None, None, grids.Grid(1, 1, True), 1, 1, b"", ())
 
     def attend(cache: torch.Tensor, ring: torch.Tensor, output: torch.Tensor) -> None:
         layer.attend(step, cache, (), Ring(ring, ring, ring, 8), output)
@@ -268,7 +268,7 @@ def of_prefixes(monkeypatch: pytest.MonkeyPatch) -> tuple[Binder, Callable[..., 
 
     def attend(cache: torch.Tensor, ring: torch.Tensor, output: torch.Tensor) -> None:
         results: Any = SimpleNamespace(output=output)
-        layer.attend(fused_prefix.PrefixStep(results, 1, b"", ()), bound, cache, Ring(ring, ring, ring, 8))
+        layer.attend(fused_prefix.FusedStep(results, (), 1, b""), bound, cache, Ring(ring, ring, ring, 8))
 
     return binder, attend, {"cache": cache_of(), "ring": cache_of(), "output": heads(4)}
 

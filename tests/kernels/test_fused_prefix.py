@@ -25,6 +25,7 @@ from packed_kv.codecs.pages import PagedCodec
 from packed_kv.formats import FORMATS
 from packed_kv.kernels.cuda import launch as cuda
 from packed_kv.kernels.cuda import prefix_launch
+from packed_kv.kernels.triton.combine import BEHIND, DECODE, NEW, PADDING
 from packed_kv.kernels.triton.launch import Launch
 from packed_kv.reference.attention import AttentionOptions
 from packed_kv.window.metadata import WindowMetadata
@@ -109,9 +110,9 @@ class Case(NamedTuple):
         attention.forward(batch)
         return batch.output
 
-    def expected(self) -> list[torch.Tensor | None]:
+    def expected(self, window: int | None = None, sinks: torch.Tensor | None = None) -> list[torch.Tensor | None]:
         """Return each chunk's attention over its prefix as it is stored and its own tokens as they are, float64; None
-        of decodes."""
+        of decodes. `window`, `sinks`: of the layer's options."""
         found: list[torch.Tensor | None] = []
         row = 0
         for (tokens, new), vectors in zip(self.lengths, self.vectors, strict=True):
@@ -131,9 +132,12 @@ class Case(NamedTuple):
                 found.append(None)
                 continue
             scores = self.query[rows].double() @ whole[0].T * self.codec.key.head_dim**-0.5
-            later = ids > torch.arange(tokens - new, tokens, device=DEVICE)[:, None]
-            weights = scores.masked_fill(later[:, None], float("-inf")).softmax(-1)
-            found.append(weights @ whole[1])
+            own = torch.arange(tokens - new, tokens, device=DEVICE)[:, None]
+            hidden = (ids > own) | (ids <= own - (window or tokens))
+            scores = scores.masked_fill(hidden[:, None], float("-inf"))
+            if sinks is not None:
+                scores = torch.cat((scores, sinks.double().expand(new, GROUP)[..., None]), -1)
+            found.append(scores.softmax(-1)[..., :tokens] @ whole[1])
         return found
 
 
@@ -162,11 +166,12 @@ def padded(batch: Batch, requests: int, tokens: int) -> Batch:
     return Batch(*rows[:3], batch.cache, of_graph, rows[3], window)
 
 
-def layer(codec: PagedCodec, most_tokens: int) -> PairAttention:
-    shape = (codec, GROUP, 1, AttentionOptions(codec.key.head_dim**-0.5))
+def layer(codec: PagedCodec, most_tokens: int, **options: Any) -> PairAttention:
+    """Return a layer with these `AttentionOptions`."""
+    shape = (codec, GROUP, 1, AttentionOptions(codec.key.head_dim**-0.5, **options))
     layout = PairLayout(*shape, Limits(1, 12, most_tokens))
     decode = pairs.pair_kernel(layout, pairs.rotation_of(layout), "auto")
-    assert isinstance(decode, pairs.CudaPairs)
+    assert isinstance(decode, pairs.TritonPairs if options else pairs.CudaPairs)
     store = PairStore(TritonPairStore(codec, 1, decode.splits.rotation), decode.kind)
     prefill = FlashPrefill(*shape, 64, 8, FlashAttention(flash_attention, codec.value.head_dim))
     return PairAttention(PairKernels(*shape, store, decode, prefill))
@@ -235,10 +240,11 @@ def test_plan() -> None:
     assert made.runs == (slice(2, 12), slice(24, 31)) and made.rows == 31 and made.requests == {2, 5, 6}
 
 
-def check(case: Case, output: torch.Tensor, plain: torch.Tensor | None = None) -> None:
-    """Check chunks against float64, and decodes against the output `plain` of a step without passes."""
+def check(case: Case, output: torch.Tensor, plain: torch.Tensor | None = None, **options: Any) -> None:
+    """Check chunks against float64, and decodes against the output `plain` of a step without passes. `options`: see
+    `Case.expected`."""
     rows = [0, *torch.tensor([new for _, new in case.lengths]).cumsum(0).tolist()]
-    for (start, end), expected in zip(pairwise(rows), case.expected(), strict=True):
+    for (start, end), expected in zip(pairwise(rows), case.expected(**options), strict=True):
         if expected is not None:
             assert relative_rms(output[start:end].double(), expected) < 2e-3
         elif plain is not None:
@@ -271,6 +277,30 @@ def test_values_less_their_means(is_graph: bool) -> None:
     check(case, batch.output, case.attend(layer(case.codec, 0)))
 
 
+@runs
+@pytest.mark.parametrize("is_graph", [False, True], ids=["step", "graph"])
+@pytest.mark.parametrize("has_ring", [False, True], ids=["", "ring"])
+@pytest.mark.parametrize(("window", "has_sinks"), [(None, True), (7, False), (33, True), (256, False)])
+def test_windows_and_sinks(window: int | None, has_sinks: bool, has_ring: bool, is_graph: bool) -> None:
+    """A window of 7 tokens ends within some chunks, so that later rows see nothing of the prefix, and begins in the
+    ring; one of 33 begins in the pages; one of 256 reaches beyond token 0."""
+    if DEVICE == "cpu" and window is None and not (has_ring and is_graph):
+        pytest.skip("the emulator takes half a minute for each; a GPU runs all")
+    means = dict(zip(("key_mean", "key_first_mean", "value_mean", "value_first_mean"), torch.randn(4, 64), strict=True))
+    case = Case.of("turboquant25", 64, DECODES + CHUNKS, has_ring=has_ring, **means)
+    sinks = torch.linspace(-2, 3, GROUP, device=DEVICE) if has_sinks else None
+    options: dict[str, Any] = {"sliding_window": window, "sinks": sinks}
+    batch = padded(case.batch(), requests=3, tokens=9) if is_graph else case.batch()
+    made = layer(case.codec, 64, **options)
+    made.forward(batch)
+    plain = case.attend(layer(case.codec, 0, **options))
+    check(case, batch.output, plain, window=window, sinks=sinks)
+    check(case, plain, window=window, sinks=sinks)
+    assert not is_graph or (batch.output[len(case.query) :] == 0).all()
+    of_prefixes = [step for step in batch.metadata.steps.made.values() if getattr(step, "prefixes", None) is not None]
+    assert is_graph or len(of_prefixes) == 1, "a kernel has read prefixes in the pages"
+
+
 REPLAYED = [
     [(40, 1), (17, 1), (3, 3), (45, 13)],
     [(50, 20)],
@@ -301,10 +331,10 @@ def test_padding_of_a_graph() -> None:
     output[:2], own = 7, slice(2, 9)
     one = torch.zeros(1, dtype=torch.int32, device=DEVICE)
     metadata = PackedMetadata(13, one, one, one, one, one, [], [], -1, -1, 1, one, is_mixed_graph=True)
-    has_prefix = torch.tensor([0] * 4 + [1] * 5 + [-1] * 4, dtype=torch.int32, device=DEVICE)
+    kinds = torch.tensor([DECODE] * 2 + [NEW] * 2 + [BEHIND] * 5 + [PADDING] * 4, dtype=torch.int32, device=DEVICE)
     part, lse = torch.full_like(output, float("nan")), torch.full(shape[:2], float("nan"), device=DEVICE)
     part[4:9], lse[4:9] = 1, 0
-    over = OverPrefixes(PrefixPasses.of_graph(torch.zeros(1, 4, device=DEVICE), has_prefix, 4), part, lse)
+    over = OverPrefixes(PrefixPasses.of_graph(torch.zeros(1, 4, device=DEVICE), kinds, 4), part, lse)
     options = AttentionOptions(64**-0.5)
     prefill = FlashPrefill(codec, GROUP, 1, options, 64, 8, FlashAttention(tiled_attention, 64))
     starts = torch.tensor([2, 2, 2, 4, 9, 9], dtype=torch.int32, device=DEVICE)

@@ -6,29 +6,30 @@ each request's splits, which another launch merges. With a final grid, the CUDA 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from vllm.v1.worker.workspace import current_workspace_manager
 
 from ..codecs.ring import Ring
 from ..gpu_generations import generation_of
-from ..kernels.cuda import COLUMNS, LARGE_HEAD, grids
+from ..kernels.cuda import grids
 from ..kernels.cuda import launch as cuda
-from ..kernels.served import CUDA, TRITON
+from ..kernels.served import CUDA, TRITON, Engine, who_reads_prefixes
 from ..kernels.triton.decode import TILE_TOKENS, DecodeLaunch, DecodeShape, most_registers
 from ..kernels.triton.launch import Launches, StepLaunch
 from ..kernels.triton.means import NO_BIAS, Means, QueryBias
 from ..kernels.triton.merge import MergeLaunch, merge_tile
 from ..kernels.triton.rotate import QueryRotation, RotateQueryLaunch, RotateStep, rotation_matrix
-from ..reference.context_shard import UNSHARDED
 from .choice import find_kernel
-from .fused_prefix import FusedPrefix, PrefixStep
+from .fused_prefix import FusedPrefix
 from .layouts import PairLayout
 from .passes import OverPrefixes
-from .protocols import DecodeBatch, DecodeKernel, PrefixBatch
+from .protocols import DecodeBatch, DecodeKernel, PrefixBatch, PrefixReader, PrefixStep
+from .window_prefix import WindowPrefix
 
 
 def rotation_of(layer: PairLayout) -> QueryRotation:
@@ -39,9 +40,11 @@ def rotation_of(layer: PairLayout) -> QueryRotation:
 
 
 class PairKind(NamedTuple):
-    """Key of the layers that share a step: the kernel, heads and their channels, and the biases beside a query."""
+    """Key of the layers that share a step: the kernel, the one that reads prefixes, heads and their channels, and the
+    biases beside a query."""
 
     by_cuda: bool
+    reads_prefixes: str | None
     query_heads: int
     kv_heads: int
     head_dims: tuple[int, int]
@@ -62,40 +65,55 @@ class Merge(NamedTuple):
 
 @dataclass(frozen=True)
 class PairStep:
-    """The launches of a step that both kernels share: the rotation, and the merge, if one follows."""
+    """The launches of a step that both kernels share: the rotation, and the merge, if one follows. `prefixes`: of
+    passes over prefixes; None: there are none."""
 
     rotate: RotateStep
     merge: Merge | None
+    prefixes: PrefixStep | None
+
+
+Launched = TypeVar("Launched", bound=PairStep)
 
 
 @dataclass(frozen=True)
 class TritonPairStep(PairStep):
-    """The launch of the decode kernel, and the columns of its tiles."""
+    """The launch of the decode kernel (None: no decodes), and the columns of its tiles."""
 
-    launch: StepLaunch
+    launch: StepLaunch | None
     columns: int
 
 
 @dataclass(frozen=True)
 class CudaPairStep(PairStep):
-    """Grid and arguments of the CUDA kernel's launch over decodes (None: no decodes), and the step of its passes over
-    prefixes (None: no passes). `tensors` keeps tensors alive whose addresses are arguments."""
+    """Grid and arguments of the CUDA kernel's launch over decodes (None: no decodes). `tensors` keeps tensors alive
+    whose addresses are arguments."""
 
     grid: grids.Grid | None
     max_query_len: int
     requests: int
     arguments: bytes
     tensors: tuple[Any, ...]
-    prefixes: PrefixStep | None = None
+
+
+class StepMemory(NamedTuple):
+    """A step's workspace: rotated queries, partial results of decodes and their softmax state, biases of queries, if
+    there are any; and the step of passes over prefixes, if there are any."""
+
+    rotated: torch.Tensor
+    partial: torch.Tensor
+    stats: torch.Tensor
+    bias: torch.Tensor | None
+    prefixes: PrefixStep | None
 
 
 class PairWorkspace:
     """A step's rotated queries, which both kernels read, their partial results, and the merge of these.
 
-    `longest`: query tokens of a request that the kernel serves.
+    `longest`: query tokens of a request that the kernel serves. `option`: `decode_kernel`.
     """
 
-    def __init__(self, layer: PairLayout, rotation: QueryRotation, longest: int) -> None:
+    def __init__(self, layer: PairLayout, rotation: QueryRotation, longest: int, option: str = "auto") -> None:
         self.layer, self.rotation = layer, rotation
         self.longest = min(layer.limits.longest_decode, longest)
         means, tile_tokens = rotation.means, TILE_TOKENS * layer.shard.ranks
@@ -112,11 +130,39 @@ class PairWorkspace:
         self.has_lse = layer.shard.ranks > 1
         self.from_rotated = rotation_matrix(layer.codec.value, layer.kv_heads, inverse=True)
         self.value_means = Means.of(layer.codec.value.transform, has_first=layer.shard.has_first)
+        self.reads_prefixes = self._who_reads_prefixes(option)
+        self.prefix = self._prefix_reader()
+
+    def _who_reads_prefixes(self, option: str) -> str | None:
+        layer, limits = self.layer, self.layer.limits
+        engine = Engine(
+            "cuda", self.generation.capability, option, longest_decode=limits.longest_decode,
+            requests=limits.max_requests, ranks=layer.shard.ranks, is_here=layer.codec.key.device.type == "cuda",
+        )  # fmt: skip
+        return who_reads_prefixes(engine, layer.asked()) if limits.max_tokens else None
+
+    def _prefix_reader(self) -> FusedPrefix | WindowPrefix | None:
+        page, limits = self.layer.codec.layout, self.layer.limits
+        if self.reads_prefixes == CUDA:
+            return FusedPrefix(page, self.shape, self.grid_inputs, self.matrix, limits)
+        if self.reads_prefixes == TRITON:
+            return WindowPrefix(page, self.shape, self.from_rotated, self.value_means, limits)
+        return None
+
+    @functools.cached_property
+    def grid_inputs(self) -> grids.GridInputs:
+        """What the grids of the CUDA kernel depend on."""
+        return grids.grid_inputs(self.layer.codec.layout, self.layer.kv_heads, self.sm_count, self.generation)
+
+    @functools.cached_property
+    def matrix(self) -> torch.Tensor:
+        """What the CUDA kernel rotates results back by."""
+        return cuda.pack_matrix(self.from_rotated, self.value_means)
 
     def kind(self, *, by_cuda: bool) -> PairKind:
         """Return the kind of the kernel."""
         layer, dims = self.layer, (self.layer.codec.key.head_dim, self.layer.codec.value.head_dim)
-        return PairKind(by_cuda, layer.query_heads, layer.kv_heads, dims, self.shape.bias)
+        return PairKind(by_cuda, self.reads_prefixes, layer.query_heads, layer.kv_heads, dims, self.shape.bias)
 
     def take(
         self, tokens: int, partial: tuple[int, int, int], *more: tuple[tuple[int, ...], torch.dtype]
@@ -133,16 +179,35 @@ class PairWorkspace:
             *more,
         )
 
+    def take_step(self, batch: DecodeBatch, partial: tuple[int, int, int], prefixes: PrefixBatch | None) -> StepMemory:
+        """Return a step's workspace. `partial`: see `take`. `prefixes`: of the step, or None."""
+        rows, more = batch.tokens, []
+        if prefixes is not None:
+            assert self.prefix is not None
+            rows = max(rows, prefixes.passes.rows)
+            more = self.prefix.memory(prefixes.passes, prefixes.dtype)
+        rotated, outputs, stats, *rest = self.take(rows, partial, *more)
+        bias, of_prefixes = rest.pop(0) if self.shape.bias.blocks else None, None
+        if prefixes is not None and self.prefix is not None:
+            of_prefixes = self.prefix.prepare(prefixes, rotated, bias, rest)
+        return StepMemory(rotated, outputs, stats, bias, of_prefixes)
+
     def count(self, requests: int, query_len: int) -> int:
         """Return the splits of each request of the Triton kernel."""
         return self.shape.splits(requests, query_len, self.sm_count, self.generation)
 
-    def reserve(self) -> None:
-        """Size the workspace for any number of these splits."""
-        most = self.layer.limits.max_requests
+    def reserve(self, *partials: tuple[int, int, int]) -> None:
+        """Size the workspace for any number of these splits, and for partial results of the shapes `partials`; compile
+        what steps of prefixes launch."""
+        most, more = self.layer.limits.max_requests, []
+        tokens = most * self.longest
+        if self.prefix is not None:
+            tokens, more = max(tokens, self.prefix.limits.rows), self.prefix.most_memory()
+            self.prefix.compile()
         lengths = {self.shape.tiles(length): length for length in range(1, self.longest + 1)}.values()
         rows = max(n * length * self.count(n, length) for n in range(1, most + 1) for length in lengths)
-        self.take(most * self.longest, (rows, self.layer.query_heads, 1))
+        for partial in ((rows, self.layer.query_heads, 1), *partials):
+            self.take(tokens, partial, *more)
 
     def prepare_rotation(self, rotated: torch.Tensor, batch: DecodeBatch, bias: torch.Tensor | None) -> RotateStep:
         """Return the launch that only rotates; the store's launches are made from it.
@@ -198,30 +263,57 @@ class PairWorkspace:
         return list(steps.values())
 
 
-class TritonPairs(DecodeKernel[TritonPairStep, None]):
-    """The Triton kernel over the pages of one layer of pairs. `longest`: query tokens of a request that it serves."""
+class PairDecode(DecodeKernel[Launched, None]):
+    """What both kernels over the pages of one layer of pairs share."""
+
+    splits: PairWorkspace
+
+    def prepare(self, batch: DecodeBatch) -> Launched:
+        return self._prepare(batch, None)
+
+    def prepare_with_prefixes(self, batch: DecodeBatch, prefixes: PrefixBatch) -> Launched:
+        return self._prepare(batch, prefixes)
+
+    def _prepare(self, batch: DecodeBatch, prefixes: PrefixBatch | None) -> Launched:
+        raise NotImplementedError
+
+    def attend_prefixes(self, step: Launched, cache: torch.Tensor, ring: Ring | None = None) -> OverPrefixes:
+        reader: PrefixReader[Any] | None = self.splits.prefix
+        assert reader is not None and step.prefixes is not None and self.bound is not None
+        return reader.attend(step.prefixes, self.bound, cache, ring)
+
+
+class TritonPairs(PairDecode[TritonPairStep]):
+    """The Triton kernel over the pages of one layer of pairs. `longest`: query tokens of a request that it serves.
+    `option`: `decode_kernel`."""
 
     language = TRITON
 
-    def __init__(self, layer: PairLayout, rotation: QueryRotation, longest: int) -> None:
+    def __init__(self, layer: PairLayout, rotation: QueryRotation, longest: int, option: str = "auto") -> None:
         self.layer, self.longest = layer, longest
-        self.splits = PairWorkspace(layer, rotation, longest)
+        self.splits = PairWorkspace(layer, rotation, longest, option)
         self.shape, self.kind = self.splits.shape, self.splits.kind(by_cuda=False)
+        self.pass_limits = self.splits.prefix.limits if self.splits.prefix else None
         self.bound: Launches = Launches()
 
     def reserve(self) -> None:
         self.splits.reserve()
 
-    def prepare(self, batch: DecodeBatch) -> TritonPairStep:
+    def _prepare(self, batch: DecodeBatch, prefixes: PrefixBatch | None) -> TritonPairStep:
         requests, query_len, splits = len(batch.seq_lens), batch.max_query_len, self.splits
-        count = splits.count(requests, query_len)
-        rotated, partial, stats, *rest = splits.take(batch.tokens, (batch.tokens, self.layer.query_heads, count))
-        bias = rest[0] if rest else None
-        tables = batch.block_table, batch.query_start, batch.seq_lens
+        # In a graph only the device knows how many of the tokens are decodes'; they come first.
+        count, rows = splits.count(max(requests, 1), query_len), min(batch.tokens, requests * query_len)
+        memory = splits.take_step(batch, (rows, self.layer.query_heads, count), prefixes)
+        rotated, partial, stats, bias, of_prefixes = memory
+        tables, launch, merge = (batch.block_table, batch.query_start, batch.seq_lens), None, None
+        if requests:
+            launch = DecodeLaunch.step(self.shape, query_len, rotated, *tables, partial, stats, bias, batch.ring)
+            merge = splits.prepare_merge(partial, stats, batch.lse, bias)
         return TritonPairStep(
             rotate=splits.prepare_rotation(rotated, batch, bias),
-            merge=splits.prepare_merge(partial, stats, batch.lse, bias),
-            launch=DecodeLaunch.step(self.shape, query_len, rotated, *tables, partial, stats, bias, batch.ring),
+            merge=merge,
+            prefixes=of_prefixes,
+            launch=launch,
             columns=self.shape.tiles(query_len)[0],
         )
 
@@ -229,7 +321,7 @@ class TritonPairs(DecodeKernel[TritonPairStep, None]):
         self, step: TritonPairStep, cache: torch.Tensor, queries: tuple[torch.Tensor, ...], ring: Ring | None = None,
         output: torch.Tensor | None = None,
     ) -> None:  # fmt: skip
-        assert output is not None and step.merge is not None
+        assert output is not None and step.launch is not None and step.merge is not None
         kernels, merges = self.bound.get("decode", self.splits.binding_key(cache, ring, output), _empty_launches)
         decode = kernels.get(step.columns)
         if decode is None:
@@ -247,7 +339,7 @@ class TritonPairs(DecodeKernel[TritonPairStep, None]):
         return self.shape.tiles(query_len)[0], merge_tile(self.splits.count(requests, query_len))
 
 
-class CudaPairs(DecodeKernel[CudaPairStep, None]):
+class CudaPairs(PairDecode[CudaPairStep]):
     """The CUDA kernel over the pages of one layer of pairs. `longest`: query tokens of a request that it serves."""
 
     language = CUDA
@@ -256,44 +348,27 @@ class CudaPairs(DecodeKernel[CudaPairStep, None]):
         limits, group = layer.limits, layer.query_heads // layer.kv_heads
         self.layer, self.longest = layer, longest
         self.splits = PairWorkspace(layer, rotation, longest)
-        generation = self.splits.generation
         self.shape, self.kind = self.splits.shape, self.splits.kind(by_cuda=True)
+        self.pass_limits = self.splits.prefix.limits if self.splits.prefix else None
         self.bound: Launches = Launches()
-        self.grid_inputs = grids.grid_inputs(layer.codec.layout, layer.kv_heads, self.splits.sm_count, generation)
+        self.grid_inputs, self.matrix = self.splits.grid_inputs, self.splits.matrix
         unpackers, device = self.grid_inputs.unpackers, self.splits.from_rotated.device
         columns = grids.columns_of_steps(group, limits.longest_decode, unpackers=unpackers)
-        self.matrix = cuda.pack_matrix(self.splits.from_rotated, self.splits.value_means)
         self.counters = grids.make_counters(limits.max_requests, self.grid_inputs, columns, device)
         self.schedulers = grids.make_schedulers(limits.max_requests, self.grid_inputs, columns, device)
-        self.prefix: FusedPrefix | None = None
-        # no GPU has timed passes over large heads
-        has_passes = generation.cuda_columns == COLUMNS and self.shape.head_dim != LARGE_HEAD
-        if limits.max_tokens and layer.shard == UNSHARDED and has_passes:
-            self.prefix = FusedPrefix(layer.codec.layout, self.shape, self.grid_inputs, self.matrix, limits)
-            self.pass_limits = self.prefix.limits
 
     def reserve(self) -> None:
         """Size the workspace, and compile the schedulers."""
-        self.splits.reserve()
-        tokens, columns = self.layer.limits.max_requests * self.splits.longest, self._columns(self.splits.longest)
-        more: list[tuple[tuple[int, ...], torch.dtype]] = []
-        if self.prefix is not None:
-            tokens, more = max(tokens, self.prefix.limits.rows), self.prefix.most_memory()
-            self.prefix.schedules.compile()
+        columns = self._columns(self.splits.longest)
         for scheduler in self.schedulers.values():
             scheduler(torch.zeros(1, dtype=torch.int32, device=scheduler.items.device))
-            self.splits.take(tokens, (len(scheduler.items), self.layer.kv_heads, columns), *more)
-
-    def prepare(self, batch: DecodeBatch) -> CudaPairStep:
-        return self._prepare(batch, None)
-
-    def prepare_with_prefixes(self, batch: DecodeBatch, prefixes: PrefixBatch) -> CudaPairStep:
-        return self._prepare(batch, prefixes)
+        partials = [(len(scheduler.items), self.layer.kv_heads, columns) for scheduler in self.schedulers.values()]
+        self.splits.reserve(*partials)
 
     def _prepare(self, batch: DecodeBatch, prefixes: PrefixBatch | None) -> CudaPairStep:
         requests, query_len, schedule = len(batch.seq_lens), batch.max_query_len, None
         # A merge would fill the rows of all tokens; in a graph only the device knows which of them are decodes.
-        is_final = prefixes is not None and prefixes.passes.has_prefix is not None
+        is_final = prefixes is not None and prefixes.passes.row_kinds is not None
         grid = self.grid(requests, query_len, is_final=is_final) if requests else None
         partial_shape = 0, self.layer.kv_heads, 1
         if grid is not None and grid.is_final:
@@ -303,28 +378,19 @@ class CudaPairs(DecodeKernel[CudaPairStep, None]):
             partial_shape = grid.blocks, self.layer.kv_heads, columns
         elif grid is not None:
             partial_shape = batch.tokens, self.layer.query_heads, grid.blocks
-        rows, more = batch.tokens, []
-        if prefixes is not None:
-            assert self.prefix is not None
-            rows = max(rows, prefixes.passes.rows)
-            more = self.prefix.memory(prefixes.passes.rows, self.prefix.items(prefixes.passes), prefixes.dtype)
-        rotated, partial, stats, *rest = self.splits.take(rows, partial_shape, *more)
-        bias = rest.pop(0) if self.shape.bias.blocks else None
+        rotated, partial, stats, bias, of_prefixes = self.splits.take_step(batch, partial_shape, prefixes)
         tables = batch.block_table, batch.query_start, batch.seq_lens
         tensors = (rotated, *tables, partial, stats, bias, batch.ring, batch.lse, schedule)
         has_merge = grid is not None and not grid.is_final
-        of_prefixes = None
-        if prefixes is not None and self.prefix is not None:
-            of_prefixes = self.prefix.prepare(prefixes, rotated, bias, rest)
         return CudaPairStep(
             rotate=self.splits.prepare_rotation(rotated, batch, bias),
             merge=self.splits.prepare_merge(partial, stats, batch.lse, bias) if has_merge else None,
+            prefixes=of_prefixes,
             grid=grid,
             max_query_len=query_len,
             requests=requests,
             arguments=cuda.step_arguments(*tensors),
             tensors=tensors,
-            prefixes=of_prefixes,
         )
 
     def attend(
@@ -339,10 +405,6 @@ class CudaPairs(DecodeKernel[CudaPairStep, None]):
         decode(step.grid, step.max_query_len, step.requests, step.arguments, output)
         if step.merge is not None:
             self.splits.merge(step.merge, merges, output)
-
-    def attend_prefixes(self, step: CudaPairStep, cache: torch.Tensor, ring: Ring | None = None) -> OverPrefixes:
-        assert self.prefix is not None and step.prefixes is not None
-        return self.prefix.attend(step.prefixes, self.bound, cache, ring)
 
     def _bind(self, cache: torch.Tensor, ring: Ring | None, output: torch.Tensor) -> cuda.CudaDecode:
         """Bind the kernel. Its counters become 0.
@@ -383,4 +445,6 @@ def pair_kernel(layer: PairLayout, rotation: QueryRotation, option: str) -> Trit
     """Choose the decode kernel of a layer. `option`: `decode_kernel`."""
     asked = layer.asked()
     served = find_kernel(layer.codec.key.device, option, layer.limits, asked, f"GQA group {asked.group}")
-    return (CudaPairs if served.kernel == CUDA else TritonPairs)(layer, rotation, served.longest)
+    if served.kernel == CUDA:
+        return CudaPairs(layer, rotation, served.longest)
+    return TritonPairs(layer, rotation, served.longest, option)

@@ -4,7 +4,6 @@ passes."""
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -16,7 +15,7 @@ from ..kernels.triton.launch import Launches
 from ..layout import PageLayout
 from .limits import Limits
 from .passes import OverPrefixes, PassLimits, PrefixPasses
-from .protocols import PrefixBatch
+from .protocols import Memory, PrefixBatch, PrefixReader, PrefixStep
 
 ROW_BYTES = 32 << 20
 """Limit in bytes of a step's rotated queries for passes, of their results, and of their biases: 4,096 rows of 32 heads
@@ -27,17 +26,14 @@ PAIRS = 2048
 
 
 @dataclass(frozen=True)
-class PrefixStep:
-    """A step's passes, their results and the arguments of the launch; `tensors` keeps tensors alive whose addresses are
-    arguments."""
+class FusedStep(PrefixStep):
+    """The work items of each KV head, and the arguments of the launch."""
 
-    results: OverPrefixes
     items: int
     arguments: bytes
-    tensors: tuple[Any, ...]
 
 
-class FusedPrefix:
+class FusedPrefix(PrefixReader[FusedStep]):
     """The kernel over prefixes of one layer of pairs. All tokens of the layer are in this rank's pages.
 
     Args:
@@ -53,9 +49,17 @@ class FusedPrefix:
         self.limits = pass_limits(page, shape, limits)
         self.schedules = cuda_prefix.PrefixSchedules(self.limits.total, inputs, matrix.device)
 
-    def memory(self, rows: int, items: int, dtype: torch.dtype) -> list[tuple[tuple[int, ...], torch.dtype]]:
-        """Return shapes and dtypes of the workspace for passes of the first `rows` rows of a batch: partial results and
-        their softmax state, the output and its log-sum-exps."""
+    def memory(self, passes: PrefixPasses, dtype: torch.dtype) -> Memory:
+        return self._memory(passes.rows, self.items(passes), dtype)
+
+    def most_memory(self) -> Memory:
+        return self._memory(self.limits.rows, self.schedules.items, torch.bfloat16)  # any of 2 bytes
+
+    def compile(self) -> None:
+        self.schedules.compile()
+
+    def _memory(self, rows: int, items: int, dtype: torch.dtype) -> Memory:
+        """Return partial results and their softmax state, the output and its log-sum-exps."""
         shape, partial = self.shape, (items, self.shape.kv_heads, COLUMNS)
         heads = shape.kv_heads * shape.group
         return [
@@ -65,34 +69,20 @@ class FusedPrefix:
             ((rows, heads), torch.float32),
         ]
 
-    def most_memory(self) -> list[tuple[tuple[int, ...], torch.dtype]]:
-        """Return the `memory` that is enough for any step."""
-        return self.memory(self.limits.rows, self.schedules.items, torch.bfloat16)  # any of 2 bytes
-
     def items(self, passes: PrefixPasses) -> int:
         """Return the work items of each KV head."""
         return cuda_prefix.prefix_grid(len(passes.table), self.grid_inputs, passes.filled).items
 
     def prepare(
         self, batch: PrefixBatch, rotated: torch.Tensor, bias: torch.Tensor | None, memory: list[torch.Tensor]
-    ) -> PrefixStep:
-        """Return the step of a batch's passes.
-
-        Args:
-            batch: with at least one pass.
-            rotated: fp16 [rows or more, KV heads, group, head_dim], queries from the batch's first on.
-            bias: biases of these queries, or None; see `RotateQueryLaunch`.
-            memory: what `memory` returned.
-        """
+    ) -> FusedStep:
         schedule = self.schedules(batch.passes.table, batch.passes.filled)
         partial, stats, output, lse = memory
         tensors = (rotated, batch.block_table, batch.passes.table, schedule, partial, stats, bias, batch.ring, lse)
-        return PrefixStep(
-            OverPrefixes(batch.passes, output, lse), len(schedule), cuda_prefix.prefix_arguments(*tensors), tensors
-        )
+        arguments = cuda_prefix.prefix_arguments(*tensors)
+        return FusedStep(OverPrefixes(batch.passes, output, lse), tensors, len(schedule), arguments)
 
-    def attend(self, step: PrefixStep, bound: Launches, cache: torch.Tensor, ring: Ring | None) -> OverPrefixes:
-        """See `DecodeKernel.attend_prefixes`. `bound`: launches of the layer."""
+    def attend(self, step: FusedStep, bound: Launches, cache: torch.Tensor, ring: Ring | None) -> OverPrefixes:
         output = step.results.output
         apart = output.view(len(output), self.shape.kv_heads, self.shape.group, -1)
         of_ring = None if ring is None else (ring.cache.data_ptr(), ring.cache.stride(), ring.window)
@@ -113,9 +103,13 @@ class FusedPrefix:
 
 def pass_limits(page: PageLayout, shape: DecodeShape, limits: Limits) -> PassLimits:
     """Return the most passes over prefixes that a step of a layer may have. `page`: layout of the cache."""
-    tokens, bias_bytes = pass_tokens(shape.group), 4 * shape.bias.columns if shape.bias.blocks else 0
-    row_bytes = shape.kv_heads * shape.group * max(2 * shape.head_dim, bias_bytes)
-    rows = min(limits.max_tokens, ROW_BYTES // row_bytes)
+    tokens, rows = pass_tokens(shape.group), row_limit(shape, limits)
     total = min(rows // tokens + limits.max_requests, max(1, PAIRS // shape.kv_heads))
     pays = cuda_prefix.PAYS[grids.has_unpackers(page)]
     return PassLimits(pays.passes, total, tokens, rows, -(-pays.channels // (shape.kv_heads * shape.head_dim)))
+
+
+def row_limit(shape: DecodeShape, limits: Limits) -> int:
+    """Return the first rows of a batch that passes may cover."""
+    bias_bytes = 4 * shape.bias.columns if shape.bias.blocks else 0
+    return min(limits.max_tokens, ROW_BYTES // (shape.kv_heads * shape.group * max(2 * shape.head_dim, bias_bytes)))

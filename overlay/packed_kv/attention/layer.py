@@ -85,7 +85,8 @@ class PairKernels:
             if passes is None:
                 return decode.prepare(decodes)
             ring = window.ring(0, len(metadata.context)) if window else None
-            return decode.prepare_with_prefixes(decodes, PrefixBatch(passes, metadata.block_table, dtype, ring))
+            of_requests = metadata.block_table, metadata.query_start_loc
+            return decode.prepare_with_prefixes(decodes, PrefixBatch(passes, *of_requests, dtype, ring))
 
         rings = window.metadata if window else None
         what = "decode" if passes is None else "decode and prefixes"
@@ -192,10 +193,10 @@ class PairAttention:
         plan_mixed(tables, metadata.query_start_loc, metadata.seq_lens, slots, longest, pass_tokens)
         positions, pages = metadata.positions[:tokens], metadata.slot_mapping[:tokens]
         lists = metadata.block_table[:requests], tables.decode_start, tables.decode_lens
-        passes = PrefixPasses.of_graph(tables.passes, tables.has_prefix, pass_tokens)
+        passes = PrefixPasses.of_graph(tables.passes, tables.row_kinds, pass_tokens)
         prepared = decode.prepare_with_prefixes(
             DecodeBatch(*lists, tokens, longest, positions, ring),
-            PrefixBatch(passes, metadata.block_table, batch.query.dtype, ring),
+            PrefixBatch(passes, metadata.block_table, tables.chunk_start, batch.query.dtype, ring),
         )
         new, rest = NewTokens(pages, positions, tables.decode_slots if window else None, prepared), None
         if window:

@@ -37,7 +37,7 @@ def mixed_shapes(config: VllmConfig) -> tuple[list[tuple[int, int]], str]:
     if reason := _lacks(config, layers):
         return [], reason
     scheduler, longest = config.scheduler_config, longest_decode(config)
-    limits = layers[0].attention.kernels.decode.pass_limits
+    limits = _limits(layers)
     found = set()
     for tokens in TOKENS:
         if longest < tokens <= min(scheduler.max_num_batched_tokens, limits.rows):
@@ -51,6 +51,12 @@ def _most_requests(tokens: int, longest: int, limits: PassLimits) -> int:
     """Return the number of requests for which the kernel has enough passes."""
     fitting = (n for n in range(tokens, 1, -1) if most_passes(tokens, n, longest, limits.tokens) <= limits.total)
     return next(fitting, 1)
+
+
+def _limits(layers: list[Any]) -> PassLimits:
+    """Return the passes that all layers serve, which have as many query tokens."""
+    found = [layer.attention.kernels.decode.pass_limits for layer in layers]
+    return found[0]._replace(total=min(one.total for one in found), rows=min(one.rows for one in found))
 
 
 def _lacks(config: VllmConfig, layers: list[Any]) -> str:
@@ -70,7 +76,7 @@ def _lacks(config: VllmConfig, layers: list[Any]) -> str:
     limits = [made.decode and made.decode.pass_limits for made in kernels]
     tokens = {each and each.tokens for each in limits}
     if not tokens or None in tokens:
-        return "the CUDA kernel of 64 columns does not serve all layers"
+        return "no kernel reads the prefixes of all layers in the pages"
     if len(tokens) > 1:
         return "layers differ in their query heads per KV head"
     if any(layer.kv_sharing_target_layer_name is not None for layer in layers):

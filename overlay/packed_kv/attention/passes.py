@@ -40,21 +40,20 @@ class PrefixPasses:
     of the requests whose prefixes are read. `runs`: runs of neighbouring rows of these requests. `rows`: number of rows
     up to the last of them.
 
-    In a CUDA graph the device refills the table in each replay: then `has_prefix`, int32 [rows], is 1 for rows of
-    passes and -1 for padding, `runs` are all rows, and `filled` is the number of passes of a step with one long
-    chunk."""
+    In a CUDA graph the device refills the table in each replay: then `row_kinds`, int32 [rows], are those of
+    `MixedTables`, `runs` are all rows, and `filled` is the number of passes of a step with one long chunk."""
 
     table: torch.Tensor
     requests: frozenset[int]
     runs: tuple[slice, ...]
-    has_prefix: torch.Tensor | None = None
+    row_kinds: torch.Tensor | None = None
     filled: int = 0
 
     @classmethod
-    def of_graph(cls, table: torch.Tensor, has_prefix: torch.Tensor, pass_tokens: int) -> PrefixPasses:
+    def of_graph(cls, table: torch.Tensor, row_kinds: torch.Tensor, pass_tokens: int) -> PrefixPasses:
         """Return the passes of a table that the device fills."""
-        rows = len(has_prefix)
-        return cls(table, frozenset(), (slice(0, rows),), has_prefix, -(-rows // pass_tokens))
+        rows = len(row_kinds)
+        return cls(table, frozenset(), (slice(0, rows),), row_kinds, -(-rows // pass_tokens))
 
     @property
     def rows(self) -> int:

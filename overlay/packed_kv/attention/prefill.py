@@ -152,10 +152,7 @@ class FlashPrefill(PrefillKernel["Batch"]):
             assert not self.pads
             self._add(over_prefixes, batch.metadata.query_starts[first], output, lse)
         self._attend_prefixes(query, batch.cache, step, output, lse, ring)
-        if (sinks := self.options.sinks) is not None:
-            binding_key = (output.stride(), output.dtype, sinks.data_ptr(), sinks.dtype)
-            launch = self.bound.get("sinks", binding_key, lambda: SinksLaunch(output, sinks))
-            launch.apply(output, lse)
+        self._add_sinks(output, lse)
 
     def attend_in_graph(self, batch: Batch, chunk_start: torch.Tensor, over_prefixes: OverPrefixes) -> None:
         """Fill `batch.output` for the chunks of a step whose batch only the device knows; rows of decodes stay, padding
@@ -169,18 +166,20 @@ class FlashPrefill(PrefillKernel["Batch"]):
             chunk_start: int32 [requests + 1], see `MixedTables`.
             over_prefixes: results for all chunks with a prefix.
         """
-        assert batch.key is not None and batch.value is not None and not self.pads and self.options.sinks is None
+        assert batch.key is not None and batch.value is not None and not self.pads
         tokens = batch.metadata.num_actual_tokens
         query, key, value, output = (x[:tokens] for x in (batch.query, batch.key, batch.value, batch.output))
-        has_prefix = over_prefixes.passes.has_prefix
-        assert has_prefix is not None
+        kinds, sliding_window = over_prefixes.passes.row_kinds, self.options.sliding_window
+        assert kinds is not None
         _, lse = self.flash_attention.function(
             query, key, value, cu_seqlens_q=chunk_start, cu_seqlens_k=chunk_start, max_seqlen_q=tokens,
-            max_seqlen_k=tokens, softmax_scale=self.options.scale, causal=True, window_size=[-1, 0],
+            max_seqlen_k=tokens, softmax_scale=self.options.scale, causal=True,
+            window_size=[-1 if sliding_window is None else sliding_window - 1, 0],
             softcap=self.options.logits_soft_cap or 0.0, return_softmax_lse=True, out=output, num_splits=1,
         )  # fmt: skip
         part = over_prefixes.output
-        self._combine(output, part.shape[2], are_all=False).combine(output, lse, part, over_prefixes.lse.T, has_prefix)
+        self._combine(output, part.shape[2], are_all=False).combine(output, lse, part, over_prefixes.lse.T, kinds)
+        self._add_sinks(output, lse, kinds)
 
     def attend_shard(self, batch: Batch, first: int, lse: torch.Tensor) -> None:
         """Attention of the requests from `first` on over the tokens of their prefixes that this rank has.
@@ -248,6 +247,15 @@ class FlashPrefill(PrefillKernel["Batch"]):
         for run in over_prefixes.passes.runs:
             rows = slice(run.start - first_row, run.stop - first_row)
             combine.combine(output[rows], lse[:, rows], over_prefixes.output[run], over_prefixes.lse[run].T)
+
+    def _add_sinks(self, output: torch.Tensor, lse: torch.Tensor, row_kinds: torch.Tensor | None = None) -> None:
+        """Let rows share their weights with the heads' sinks, if there are any; of `row_kinds`, those of chunks."""
+        if (sinks := self.options.sinks) is None:
+            return
+        binding_key = (output.stride(), output.dtype, sinks.data_ptr(), sinks.dtype)
+        name = ("sinks", row_kinds is None)
+        launch = self.bound.get(name, binding_key, lambda: SinksLaunch(output, sinks, are_all=row_kinds is None))
+        launch.apply(output, lse, row_kinds)
 
     def _rows(self, batch: Batch, first: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return queries and output of the requests from `first` on."""

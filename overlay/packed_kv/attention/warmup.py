@@ -126,7 +126,7 @@ class PairWarmup:
         one = [PrefixPass(0, 0, new_tokens, metadata.context[0] - new_tokens)]
         passes = prefix_passes(one, metadata.query_starts, query.device)
         no_decodes = metadata.block_table[:0], metadata.query_start_loc[:1], metadata.seq_lens[:0], 0, 1
-        prefixes = PrefixBatch(passes, metadata.block_table, query.dtype, ring)
+        prefixes = PrefixBatch(passes, metadata.block_table, metadata.query_start_loc, query.dtype, ring)
         step = self.decode.prepare_with_prefixes(DecodeBatch(*no_decodes, metadata.positions), prefixes)
         tokens = NewTokens(metadata.slot_mapping, metadata.positions, None, step)
         self.store.write(self.store.prepare(tokens), pages, key[:new_tokens], value[:new_tokens], None, query)

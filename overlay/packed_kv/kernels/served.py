@@ -22,6 +22,8 @@ TRITON_COLUMNS = 64
 request's pages again for each tile of columns; the prefill route decodes them once, but through memory. In tiles of 8
 the kernel is faster at every measured shape with 64 columns, but not with 128 (docs/lab/tried.md). The CUDA kernel,
 which decodes them once for 64 columns, takes more (`kernels.cuda.longest_query`). The C++ kernel has the same limit."""
+SHORT_WINDOW = 256
+"""Tokens of a sliding window up to which the Triton kernel reads what it leaves of a prefix in passes."""
 ANY = 1 << 30
 """No limit on the query tokens of a request."""
 
@@ -108,6 +110,25 @@ def who_serves(engine: Engine, layer: Pairs | Latents) -> Served:
     if reason or engine.capability is None:
         return Served(TRITON, longest_of(TRITON, layer), reason)
     return Served(CUDA, longest_of(CUDA, layer, generation_of(engine.capability).cuda_columns))
+
+
+def who_reads_prefixes(engine: Engine, layer: Pairs) -> str | None:
+    """Return the kernel that reads the prefixes of a layer's chunks in the pages, in passes (`attention/passes.py`):
+    CUDA, TRITON, or None: the prefill route gathers them.
+
+    Prefixes of layers with sinks are like others: a chunk's attention gets its sinks as a whole. Triton's kernel reads
+    those of which a short sliding window leaves few tokens. Neither has been timed but on GPUs where the CUDA kernel
+    has all of its columns, nor over heads of 256 channels.
+    """
+    if engine.capability is None or engine.is_fp32 or engine.ranks > 1 or engine.option == "triton":
+        return None
+    without_window = layer._replace(has_sinks=False, sliding_window=None)
+    has_all_columns = generation_of(engine.capability).cuda_columns == cuda.COLUMNS
+    if not has_all_columns or layer.head_dim == cuda.LARGE_HEAD or cuda_lacks(engine, without_window):
+        return None
+    if not layer.sliding_window:
+        return CUDA
+    return TRITON if layer.sliding_window <= SHORT_WINDOW else None
 
 
 def longest_of(kernel: str, layer: Pairs | Latents, columns: int = cuda.COLUMNS) -> int:

@@ -7,6 +7,7 @@ import random
 import pytest
 import torch
 from packed_kv.attention.mixed import most_passes
+from packed_kv.kernels.triton.combine import BEHIND, DECODE, NEW, PADDING
 from packed_kv.kernels.triton.mixed_plan import MixedTables, plan_in_pytorch, plan_mixed
 from test_decode import DEVICE
 
@@ -73,7 +74,7 @@ def test_each_row_reads_its_keys_once() -> None:
         passes = [one for one in made.passes.tolist() if one[2]]
         fullest = max(fullest, len(passes) / len(made.passes))
         over_prefix = {row + i: (request, keys) for request, row, rows, keys in passes for i in range(rows)}
-        assert len(over_prefix) == sum(rows for _, _, rows, _ in passes) == (made.has_prefix == 1).sum()
+        assert len(over_prefix) == sum(rows for _, _, rows, _ in passes) == (made.row_kinds == BEHIND).sum()
         row, decode_start, chunk_start = 0, made.decode_start.tolist(), made.chunk_start.tolist()
         decode_slots, chunk_slots = made.decode_slots.tolist(), made.chunk_slots.tolist()
         for request, (count, context) in enumerate(batch):
@@ -84,8 +85,9 @@ def test_each_row_reads_its_keys_once() -> None:
             for i in range(row, row + count):
                 expected = (request, context - count) if not is_decode and context > count else None
                 assert over_prefix.get(i) == expected
+                assert made.row_kinds[i] == (DECODE if is_decode else BEHIND if expected else NEW)
                 assert (decode_slots[i], chunk_slots[i]) == ((i, -1) if is_decode else (-1, i))
             row += count
-        assert (made.has_prefix[row:] == -1).all() and (made.has_prefix[:row] >= 0).all()
+        assert (made.row_kinds[row:] == PADDING).all()
         assert (made.decode_slots[row:] == -1).all() and (made.chunk_slots[row:] == -1).all()
     assert fullest > 0.95

@@ -15,6 +15,9 @@ import triton.language as tl
 from .. import power_of_2
 from .launch import Arguments, Launch
 
+PADDING, DECODE, NEW, BEHIND = -1, 0, 1, 2
+"""Kinds of a step's rows: padding, rows of decodes, of chunks without a prefix, and of chunks behind one."""
+_PADDING, _DECODE, _BEHIND = tl.constexpr(PADDING), tl.constexpr(DECODE), tl.constexpr(BEHIND)
 SHARE_ELEMENTS = 8192
 """Elements of an output that a program weighs: 64 per thread."""
 
@@ -38,15 +41,15 @@ class PartConstants(NamedTuple):
 
 @triton.jit(
     do_not_specialize=["lse_stride", "part_lse_head_stride", "part_lse_token_stride"],
-    do_not_specialize_on_alignment=["lse", "part_lse", "has_part"],
+    do_not_specialize_on_alignment=["lse", "part_lse", "row_kinds"],
 )
 def _combine_kernel(
-    output, lse, part_lse, part, has_part, lse_stride, part_lse_head_stride, part_lse_token_stride,
+    output, lse, part_lse, part, row_kinds, lse_stride, part_lse_head_stride, part_lse_token_stride,
     output_token_stride, output_head_stride, OUTPUT: tl.constexpr, PART: tl.constexpr,
 ):  # fmt: skip
     """Grid: tokens. `output` [tokens, heads, head_dim] and `part` [tokens, heads, PART.dim], fp16, bf16 or fp32; `lse`
-    and `part_lse` fp32 [heads, tokens]; `has_part` int32 [tokens], unless PART.are_all: 0 where a row stays as it is,
-    negative where it becomes 0. OUTPUT: `OutputConstants`; PART: `PartConstants`."""
+    and `part_lse` fp32 [heads, tokens]; `row_kinds` int32 [tokens], unless PART.are_all: padding becomes 0, and only
+    rows behind a prefix have a part. OUTPUT: `OutputConstants`; PART: `PartConstants`."""
     HEADS: tl.constexpr = OUTPUT.heads
     PART_DIM: tl.constexpr = PART.dim
     ARE_ALL: tl.constexpr = PART.are_all
@@ -54,8 +57,8 @@ def _combine_kernel(
     head, channel = tl.arange(0, OUTPUT.padded_heads), tl.arange(0, OUTPUT.padded_dim)
     there = head < HEADS
     if not ARE_ALL:
-        kind = tl.load(has_part + token)
-        there &= kind != 0
+        kind = tl.load(row_kinds + token)
+        there &= (kind == _PADDING) | (kind == _BEHIND)
     a = tl.load(lse + head * lse_stride + token, mask=there, other=0.0)
     b = tl.load(part_lse + head * part_lse_head_stride + token * part_lse_token_stride, mask=there, other=0.0)
     b = tl.where(b == float("inf"), float("-inf"), b)  # FlashAttention 2 of no keys
@@ -69,7 +72,7 @@ def _combine_kernel(
                 mask=known & (weight_b > 0)[:, None], other=0.0).to(tl.float32)  # fmt: skip
     result = x * (weight_a / total)[:, None] + y * (weight_b / total)[:, None]
     if not ARE_ALL:
-        result = tl.where(kind < 0, 0.0, result)
+        result = tl.where(kind == _PADDING, 0.0, result)
     tl.store(target, result.to(output.dtype.element_ty), mask=known)
     tl.store(lse + head * lse_stride + token, top + tl.log(total), mask=there)
 
@@ -91,7 +94,7 @@ class CombineLaunch(Launch):
 
     def combine(
         self, output: torch.Tensor, lse: torch.Tensor, part: torch.Tensor, part_lse: torch.Tensor,
-        has_part: torch.Tensor | None = None,
+        row_kinds: torch.Tensor | None = None,
     ) -> None:  # fmt: skip
         """Add `part` to `output`, and to `lse`, in place, by their log-sum-exps.
 
@@ -101,24 +104,28 @@ class CombineLaunch(Launch):
             part: [tokens, query heads, head_dim or more], contiguous; channels beyond the output's are not read.
             part_lse: fp32 [query heads, tokens] of any strides; infinite (of either sign) where a row saw
                 none of the further keys.
-            has_part: int32 [tokens], 0 where a row has no part and stays unchanged; negative where it is padding and
-                `output` becomes 0. None: all rows have a part, as given to the constructor.
+            row_kinds: int32 [tokens], of PADDING, DECODE, NEW and BEHIND: where it is PADDING, `output` becomes 0; rows
+                of DECODE and NEW have no part, and stay unchanged. None: all rows have a part, as given to the
+                constructor.
         """
         assert lse.stride(1) == 1 and part.is_contiguous(), (lse.stride(), part.stride())
-        assert self.constants["PART"].are_all == (has_part is None)
-        arguments = Arguments(part, lse if has_part is None else has_part, lse.stride(0), *part_lse.stride())
+        assert self.constants["PART"].are_all == (row_kinds is None)
+        arguments = Arguments(part, lse if row_kinds is None else row_kinds, lse.stride(0), *part_lse.stride())
         self((len(part), 1, 1), (output, lse, part_lse), arguments)
 
 
-@triton.jit(do_not_specialize=["lse_stride"], do_not_specialize_on_alignment=["lse"])
+@triton.jit(do_not_specialize=["lse_stride"], do_not_specialize_on_alignment=["lse", "row_kinds"])
 def _sinks_kernel(
-    output, lse, lse_stride, sinks, output_token_stride, output_head_stride, OUTPUT: tl.constexpr
+    output, lse, row_kinds, lse_stride, sinks, output_token_stride, output_head_stride,
+    OUTPUT: tl.constexpr, ARE_ALL: tl.constexpr,
 ):  # fmt: skip
-    """Grid: tokens. `output` fp16 or bf16 [tokens, heads, head_dim]; `lse` fp32 [heads, tokens]; `sinks` fp16, bf16 or
-    fp32 [heads]. OUTPUT: `OutputConstants`."""
+    """Grid: tokens. `output` fp16 or bf16 [tokens, heads, head_dim]; `lse` fp32 [heads, tokens]; `row_kinds` int32
+    [tokens], unless ARE_ALL; `sinks` fp16, bf16 or fp32 [heads]. OUTPUT: `OutputConstants`."""
     token = tl.program_id(0).to(tl.int64)
     head, channel = tl.arange(0, OUTPUT.padded_heads), tl.arange(0, OUTPUT.padded_dim)
     there = head < OUTPUT.heads
+    if not ARE_ALL:
+        there &= tl.load(row_kinds + token) > _DECODE
     sink = tl.load(sinks + head, mask=there, other=0.0).to(tl.float32)
     weight = 1 / (1 + tl.exp(sink - tl.load(lse + head * lse_stride + token, mask=there, other=0.0)))
     known = there[:, None] & (channel < OUTPUT.head_dim)[None, :]
@@ -129,18 +136,25 @@ def _sinks_kernel(
 
 class SinksLaunch(Launch):
     """Lets attention over all keys share its weights with the heads' `sinks`, which are logarithms of weights; for
-    outputs of the dtype and strides of `output`."""
+    outputs of the dtype and strides of `output`. `are_all`: whether all rows do so."""
 
-    def __init__(self, output: torch.Tensor, sinks: torch.Tensor) -> None:
+    def __init__(self, output: torch.Tensor, sinks: torch.Tensor, *, are_all: bool = True) -> None:
         assert sinks.is_contiguous(), sinks.stride()
-        super().__init__(
-            _sinks_kernel, Arguments(sinks, *output.stride()[:2]), dict(OUTPUT=_constants(output)), num_warps=4
-        )
+        constants = dict(OUTPUT=_constants(output), ARE_ALL=are_all)
+        super().__init__(_sinks_kernel, Arguments(sinks, *output.stride()[:2]), constants, num_warps=4)
 
-    def apply(self, output: torch.Tensor, lse: torch.Tensor) -> None:
-        """Change `output` in place; lse: fp32 [query heads, tokens], unit stride over tokens, of the scores."""
+    def apply(self, output: torch.Tensor, lse: torch.Tensor, row_kinds: torch.Tensor | None = None) -> None:
+        """Change `output` in place.
+
+        Args:
+            output: [tokens, query heads, head_dim].
+            lse: fp32 [query heads, tokens], unit stride over tokens, of the scores.
+            row_kinds: int32 [tokens], of PADDING, DECODE, NEW and BEHIND: the first two stay unchanged. None: no row
+                does, as given to the constructor.
+        """
         assert lse.stride(1) == 1, lse.stride()
-        self((len(output), 1, 1), (output, lse), Arguments(lse.stride(0)))
+        assert self.constants["ARE_ALL"] == (row_kinds is None)
+        self((len(output), 1, 1), (output, lse, lse if row_kinds is None else row_kinds), Arguments(lse.stride(0)))
 
 
 @triton.jit

@@ -88,6 +88,7 @@ class DecodeConstants(NamedTuple):
         ring_block: tokens of a ring's block; 0: there is no ring.
         recent: tokens of the ring that a query sees.
         layout: of a page.
+        has_passes: whether requests are passes over prefixes that a table lists.
     """
 
     columns: ColumnConstants
@@ -97,6 +98,7 @@ class DecodeConstants(NamedTuple):
     ring_block: int
     recent: int
     layout: KernelLayout
+    has_passes: bool = False
 
 
 @triton.jit(
@@ -109,7 +111,9 @@ def _decode_kernel(
 ):  # fmt: skip
     """Partial attention of a tile of columns over a split of a request's keys.
 
-    Grid: (splits, KV heads times tiles of columns, requests).
+    Grid: (splits, KV heads times tiles of columns, requests). With DECODE.has_passes, a request is a pass over a
+    prefix (`attention/passes.py`): its query tokens follow the prefix, and see its keys as far as the sliding window
+    reaches. The chunk's own tokens are not read.
 
     Args:
         query: fp16 [tokens, kv_heads, group, head_dim], contiguous, rotated and in powers of 2.
@@ -117,7 +121,8 @@ def _decode_kernel(
             position 0 to block 0's bias, then the bias of each block of `tiles_a_block` tiles (0: there is one block).
             Not read where `mean_blocks` is 0: scores lack nothing. A last column gets the score of token 0.
         block_table: int32 [requests, blocks], with `table_stride`.
-        query_start, seq_lens: int32 [requests + 1] and [requests].
+        query_start, seq_lens: int32 [requests + 1] and [requests]. With DECODE.has_passes, int32 [passes, 4], a
+            `PrefixPass` each, and [requests], the first query token of each chunk.
         partials: `Partials`, filled.
         ring_table, ring_first: int32 [requests, ring blocks], with `ring_table_stride`, and [requests].
         layer: `DecodeLayer`. DECODE: `DecodeConstants`.
@@ -134,6 +139,7 @@ def _decode_kernel(
     RING_BLOCK: tl.constexpr = DECODE.ring_block
     RECENT: tl.constexpr = DECODE.recent
     LAYOUT: tl.constexpr = DECODE.layout
+    HAS_PASSES: tl.constexpr = DECODE.has_passes
     HEAD_DIM: tl.constexpr = LAYOUT.head_dim
     GROUPS: tl.constexpr = len(LAYOUT.key_vector.groups)
     SCORE_UNIT: tl.constexpr = LAYOUT.score_unit
@@ -141,17 +147,27 @@ def _decode_kernel(
     KEEPS_FIRST: tl.constexpr = COLUMNS.biases > 1 + MEAN_BLOCKS
     MICRO_BLOCK_WORDS: tl.constexpr = LAYOUT.micro_block_bytes // 4
     splits = tl.num_programs(0)
-    split, head, request = tl.program_id(0), tl.program_id(1) % KV_HEADS, tl.program_id(2)
-    start = tl.load(query_start + request)
-    count = tl.load(query_start + request + 1) - start
-    seq_len = tl.load(seq_lens + request)
+    split, head = tl.program_id(0), tl.program_id(1) % KV_HEADS
+    if HAS_PASSES:
+        entry = query_start + 4 * tl.program_id(2)
+        request, start, count, seq_len = tl.load(entry), tl.load(entry + 1), tl.load(entry + 2), tl.load(entry + 3)
+    else:
+        request = tl.program_id(2)
+        start = tl.load(query_start + request)
+        count = tl.load(query_start + request + 1) - start
+        seq_len = tl.load(seq_lens + request)
     columns, rows = columns_and_rows(tl.program_id(1) // KV_HEADS, COLUMNS)
     if tl.program_id(1) // KV_HEADS * TILE_COLUMNS >= count * QUERY_GROUP:
         return
 
     first_visible = 0
+    position = seq_len - count  # of the first query token
+    if HAS_PASSES:
+        position = seq_len + start - tl.load(seq_lens + request)
     if SLIDING_WINDOW > 0:
-        first_visible = tl.maximum(0, seq_len - count - SLIDING_WINDOW + 1)
+        first_visible = tl.maximum(0, position - SLIDING_WINDOW + 1)
+        if HAS_PASSES:
+            first_visible = tl.minimum(first_visible, seq_len)
     first_tile = first_visible // 32
     # The ring's tiles follow the pages' tiles. The ring has the last RECENT tokens that a query sees, from token
     # `recent` on. All splits get equally many tiles: were the ring a split of its own, programs beyond the first wave
@@ -212,9 +228,10 @@ def _decode_kernel(
 
             # Only the tiles at the ends hold tokens that some query does not see, or undefined bytes: a scale of 0
             # makes these 0, not NaN. Only tile 0 holds a key with a mean of its own.
-            at_end = tile * 32 + 32 > _page_limit(seq_len - count + 1, recent, RING_BLOCK, RECENT)
+            least = seq_len if HAS_PASSES else seq_len - count + 1
+            at_end = tile * 32 + 32 > _page_limit(least, recent, RING_BLOCK, RECENT)
             if SLIDING_WINDOW > 0:
-                at_end = at_end | (tile * 32 < seq_len - SLIDING_WINDOW)
+                at_end = at_end | (tile * 32 < (position + count if HAS_PASSES else seq_len) - SLIDING_WINDOW)
             if MEAN_BLOCKS > 0 and (KEEPS_FIRST or not HAS_SOFT_CAP):
                 at_end = at_end | (tile == 0)
             if at_end:
@@ -224,8 +241,9 @@ def _decode_kernel(
                                             COLUMNS)  # fmt: skip
                 column = hide_from_optimizer(tl.program_id(1)) // KV_HEADS * TILE_COLUMNS + tl.arange(0, TILE_COLUMNS)
                 # A query sees tokens limit - SLIDING_WINDOW .. limit - 1.
-                limit = seq_len - count + column // QUERY_GROUP + 1
-                visible = tokens[:, None] < _page_limit(limit, recent, RING_BLOCK, RECENT)[None, :]
+                limit = position + column // QUERY_GROUP + 1
+                end = column * 0 + seq_len if HAS_PASSES else limit
+                visible = tokens[:, None] < _page_limit(end, recent, RING_BLOCK, RECENT)[None, :]
                 if SLIDING_WINDOW > 0:
                     visible = visible & (tokens[:, None] >= limit[None, :] - SLIDING_WINDOW)
                 scores = tl.where(visible, scores, float("-inf"))
@@ -279,8 +297,8 @@ def _decode_kernel(
                     ring_table + request.to(tl.int64) * ring_table_stride,
                 ),
                 (ring_low, ring_high, seq_len),
-                seq_len - count + columns // QUERY_GROUP + 1, layer.soft_cap, (query_bias, first_row, count),
-                RING_BLOCK, min_window(RECENT, SLIDING_WINDOW), HAS_SOFT_CAP, COLUMNS, LAYOUT,
+                position + columns // QUERY_GROUP + 1, layer.soft_cap, (query_bias, first_row, count),
+                RING_BLOCK, RECENT, SLIDING_WINDOW, HAS_PASSES, HAS_SOFT_CAP, COLUMNS, LAYOUT,
             )  # fmt: skip
     _store_partial(partials.output, partials.stats, outputs, maximum, total, first_row.to(tl.int64) * splits + split,
                    rows * splits, valid, output_unit, GROUPS)  # fmt: skip
@@ -343,12 +361,6 @@ def _load_queries(query, rows, valid, GROUPS: tl.constexpr):
         pointers = query + rows[None, :] * (32 * GROUPS) + g * 32 + channels[:, None]
         queries = queries + (tl.load(pointers, mask=valid[None, :], other=0.0),)
     return queries
-
-
-@triton.constexpr_function
-def min_window(recent, window):
-    """Tokens that a query sees in the ring, without tokens before its sliding window (0: no window)."""
-    return min(recent, window) if window else recent
 
 
 @triton.jit
@@ -435,11 +447,12 @@ class DecodeShape:
 
 class DecodeLaunch(Launch):
     """The decode kernel for tiles of `columns` columns, over a layer's `cache` and, for the recent tokens, its `ring`.
-    Called without tensors."""
+    `has_passes`: for steps of `passes`. Called without tensors."""
 
     def __init__(
-        self, page: PageLayout, shape: DecodeShape, columns: int, cache: torch.Tensor, ring: Ring | None
-    ) -> None:
+        self, page: PageLayout, shape: DecodeShape, columns: int, cache: torch.Tensor, ring: Ring | None,
+        *, has_passes: bool = False,
+    ) -> None:  # fmt: skip
         check_pages(cache)
         if ring is not None:
             check_ring(ring.cache, shape.kv_heads, ring_slot_bytes(shape.head_dim))
@@ -453,7 +466,8 @@ class DecodeLaunch(Launch):
         decode = DecodeConstants(
             ColumnConstants(shape.kv_heads, shape.group, columns, bias.blocks, bias.tiles_a_block, bias.columns),
             shape.sliding_window or 0, bool(soft_cap), cache.shape[2] // 16, ring.cache.shape[2] if ring else 0,
-            ring.window if ring else 0, kernel_layout(page),
+            # all query tokens of a chunk have the window of its first one, which has its own token in it
+            (ring.window - has_passes) if ring else 0, kernel_layout(page), has_passes,
         )  # fmt: skip
         super().__init__(
             _decode_kernel, Arguments(layer), dict(DECODE=decode),
@@ -483,3 +497,24 @@ class DecodeLaunch(Launch):
         )  # fmt: skip
         tiles = shape.kv_heads * shape.tiles(max_query_len)[1]
         return StepLaunch((partial_output.shape[2], tiles, len(seq_lens)), arguments)
+
+    @staticmethod
+    def passes(
+        shape: DecodeShape,
+        pass_tokens: int,
+        query: torch.Tensor,
+        block_table: torch.Tensor,
+        table: torch.Tensor,
+        first_rows: torch.Tensor,
+        partial_output: torch.Tensor,
+        partial_stats: torch.Tensor,
+        query_bias: torch.Tensor | None,
+        ring: Ring | None,
+    ) -> StepLaunch:
+        """The launch over the passes of `table`, int32 [passes, 4], of up to `pass_tokens` query tokens each.
+
+        `first_rows`: int32 [requests or more], first query token of each chunk. `ring`: before it has the chunks' own
+        tokens. The others are those of `step`."""
+        of_requests = block_table, table, first_rows, partial_output, partial_stats, query_bias, ring
+        (splits, tiles, _), arguments = DecodeLaunch.step(shape, pass_tokens, query, *of_requests)
+        return StepLaunch((splits, tiles, len(table)), arguments)

@@ -15,8 +15,10 @@ import triton
 import triton.language as tl
 
 from .. import power_of_2
+from .combine import BEHIND, DECODE, NEW, PADDING
 from .launch import Arguments, Launch
 
+_PADDING, _DECODE, _NEW, _BEHIND = (tl.constexpr(kind) for kind in (PADDING, DECODE, NEW, BEHIND))
 LANES = 1024
 """Rows, and passes, that a program writes at a time."""
 
@@ -28,15 +30,16 @@ class MixedTables(NamedTuple):
     chunks. `decode_start` [requests + 1] and `chunk_start` [requests + 1]: first row of each decode, and of each chunk;
     the other requests have no rows there. `decode_lens` [requests]: tokens in the cache, 0 of chunks. `passes` [passes,
     4]: a request, its first row, rows and tokens of its prefix (`attention/passes.py`), for all rows of chunks that
-    have a prefix; unused entries are 0. `has_prefix` [tokens]: 1 for these rows, -1 for padding, else 0. `decode_slots`
-    and `chunk_slots` [tokens]: slots in the rings, -1 for rows of the others; empty where there is no recent window.
+    have a prefix; unused entries are 0. `row_kinds` [tokens]: PADDING, DECODE, NEW or BEHIND of `combine.py`.
+    `decode_slots` and `chunk_slots` [tokens]: slots in the rings, -1 for rows of the others; empty where there is no
+    recent window.
     """
 
     decode_start: torch.Tensor
     decode_lens: torch.Tensor
     chunk_start: torch.Tensor
     passes: torch.Tensor
-    has_prefix: torch.Tensor
+    row_kinds: torch.Tensor
     decode_slots: torch.Tensor
     chunk_slots: torch.Tensor
 
@@ -60,12 +63,13 @@ def plan_in_pytorch(
     tables.chunk_start.copy_(query_start.clamp(min=starts[first]))
     tables.decode_lens.zero_()[:first] = seq_lens[:first]
     passes = []
-    tables.has_prefix.zero_()[starts[-1] :] = -1
+    tables.row_kinds.fill_(DECODE)[starts[first] :] = NEW
+    tables.row_kinds[starts[-1] :] = PADDING
     for request in range(first, len(counts)):
         start, count = starts[request], counts[request]
         keys = context[request] - count
         if count > 0 and keys > 0:
-            tables.has_prefix[start : start + count] = 1
+            tables.row_kinds[start : start + count] = BEHIND
             passes += [[request, start + i, min(pass_tokens, count - i), keys] for i in range(0, count, pass_tokens)]
     tables.passes.zero_()[: len(passes)] = torch.tensor(passes, dtype=torch.int32).view(-1, 4)
     if slots is not None:
@@ -109,7 +113,7 @@ def _plan_mixed_kernel(
                 tl.store(tables.passes + 4 * unused + word, unused * 0, mask=unused < most)
         for base in range(own_end, tokens, LANES):  # padding
             row = base + tl.arange(0, LANES)
-            tl.store(tables.has_prefix + row, row * 0 - 1, mask=row < tokens)
+            tl.store(tables.row_kinds + row, row * 0 + _PADDING, mask=row < tokens)
             if HAS_RING:
                 tl.store(tables.decode_slots + row, row * 0 - 1, mask=row < tokens)
                 tl.store(tables.chunk_slots + row, row * 0 - 1, mask=row < tokens)
@@ -123,7 +127,8 @@ def _plan_mixed_kernel(
             tl.store(entry + 3, row * 0 + own_prefix, mask=is_pass)
     for base in range(own_start, own_end, LANES):
         row = base + tl.arange(0, LANES)
-        tl.store(tables.has_prefix + row, (row * 0 + own_prefix > 0).to(tl.int32), mask=row < own_end)
+        kind = tl.where(is_decode, _DECODE, tl.where(own_prefix > 0, _BEHIND, _NEW))
+        tl.store(tables.row_kinds + row, row * 0 + kind, mask=row < own_end)
         if HAS_RING:
             slot = tl.load(slots + row, mask=row < own_end, other=-1)
             tl.store(tables.decode_slots + row, tl.where(is_decode, slot, -1), mask=row < own_end)
@@ -147,7 +152,7 @@ def plan_mixed(
     padded = max(256, power_of_2(len(seq_lens)))  # one variant for most
     launch = _bind(padded, longest_decode, pass_tokens, slots is not None, query_start.device)
     tensors = query_start, seq_lens, query_start if slots is None else slots
-    launch((len(seq_lens), 1, 1), tensors, Arguments(tables, len(tables.has_prefix), len(tables.passes)))
+    launch((len(seq_lens), 1, 1), tensors, Arguments(tables, len(tables.row_kinds), len(tables.passes)))
 
 
 @functools.cache

@@ -159,10 +159,17 @@ def _byte(word, index: tl.constexpr):
     return word >> (8 * index) & 0xFF
 
 
+@triton.constexpr_function
+def min_window(recent, window):
+    """Tokens that a query sees in the ring, without tokens before its sliding window (0: no window)."""
+    return min(recent, window) if window else recent
+
+
 @triton.jit
 def attend_ring(
     queries, sums, ring, tokens, limit, soft_cap, biases,
-    BLOCK: tl.constexpr, WINDOW: tl.constexpr, HAS_SOFT_CAP: tl.constexpr, COLUMNS: tl.constexpr, LAYOUT: tl.constexpr,
+    BLOCK: tl.constexpr, RECENT: tl.constexpr, SLIDING_WINDOW: tl.constexpr, HAS_PASSES: tl.constexpr,
+    HAS_SOFT_CAP: tl.constexpr, COLUMNS: tl.constexpr, LAYOUT: tl.constexpr,
 ):  # fmt: skip
     """Attention of some columns over tokens of the ring: new outputs, maximum and total.
 
@@ -176,7 +183,8 @@ def attend_ring(
         ring: (pointer to uint8 [blocks, .., BLOCK, ring_slot_bytes] of the head, its stride over blocks, pointer to
             int32 [ring blocks], the request's table).
         tokens: (first, end, seq_len), int32: first .. end - 1 of the seq_len tokens of the request.
-        limit: int32 [columns], the token after the last one that a column sees; it sees WINDOW tokens here.
+        limit: int32 [columns], the token after a column's own. It sees the RECENT tokens before `limit`, or, with
+            HAS_PASSES, those before `seq_len`; and no more than SLIDING_WINDOW tokens (0: there is no such window).
         soft_cap: fp32, times log2 e; read where HAS_SOFT_CAP.
         biases: (query_bias, first_row, count), see `bias_of_block`.
         COLUMNS: `ColumnConstants`.
@@ -234,7 +242,13 @@ def attend_ring(
                 scores = add_first_bias(scores, token, query_bias, first_row, count, 1.0, COLUMNS)
         if HAS_SOFT_CAP:
             scores = soft_cap * (1 - 2 / (tl.exp2(scores * (2 * _LOG2_E / soft_cap)) + 1))
-        visible = (token[:, None] < limit[None, :]) & (token[:, None] >= limit[None, :] - WINDOW)
+        if HAS_PASSES:
+            visible = ((token < seq_len) & (token >= seq_len - RECENT))[:, None]
+            if SLIDING_WINDOW > 0:
+                visible &= token[:, None] >= limit[None, :] - SLIDING_WINDOW
+        else:
+            window: tl.constexpr = min_window(RECENT, SLIDING_WINDOW)
+            visible = (token[:, None] < limit[None, :]) & (token[:, None] >= limit[None, :] - window)
         scores = tl.where(visible, scores, float("-inf"))
         if COLUMNS.biases > 1 + MEAN_BLOCKS and base == 0:
             store_first_score(scores, token, query_bias, first_row, count, COLUMNS)
