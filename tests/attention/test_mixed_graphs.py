@@ -34,9 +34,10 @@ def engine(monkeypatch: pytest.MonkeyPatch, layers: list[Any] | None = None, **c
 
 def layer(dtype: str = "tq4", **changes: Any) -> Any:
     limits = PassLimits(each=12, total=256, tokens=16, rows=4096)
-    given = {"limits": limits, "prefill": object(), "shares": None, "decode": True} | changes
+    given = {"limits": limits, "prefill": object(), "shares": None, "decode": True, "head_dim": 128} | changes
     decode = SimpleNamespace(pass_limits=given["limits"]) if given["decode"] else None
-    kernels = SimpleNamespace(decode=decode, prefill=given["prefill"])
+    codec = SimpleNamespace(key=SimpleNamespace(head_dim=given["head_dim"]))
+    kernels = SimpleNamespace(decode=decode, prefill=given["prefill"], codec=codec)
     impl = SimpleNamespace(attention=SimpleNamespace(kernels=kernels), kv_sharing_target_layer_name=given["shares"])
     return SimpleNamespace(kv_cache_dtype=dtype, impl=impl)
 
@@ -88,6 +89,7 @@ def test_limits(changes: dict[str, Any], most: tuple[int, int], monkeypatch: pyt
         ({"layers": [layer(), layer(decode=False)]}, "no kernel reads the prefixes of all layers in the pages"),
         ({"layers": [layer(), layer(limits=PassLimits(12, 256, 8, 4096))]}, "layers differ in their query heads"),
         ({"layers": [layer(), layer(shares="0")]}, "layers share caches"),
+        ({"layers": [layer(head_dim=256)]}, "over heads of 256 channels long chunks take too many passes"),
         ({"layers": [layer(prefill=None)]}, "no FlashAttention serves the prompts"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",

@@ -12,10 +12,12 @@ import math
 import statistics
 from collections import Counter
 from dataclasses import replace
+from pathlib import Path
 from pydoc_data.topics import topics
 from typing import Any, NamedTuple
 
 import pytest
+import tiny_models
 import torch
 from harness import count_preemptions, engine
 from packed_kv.attention.limits import longest_decode
@@ -49,16 +51,24 @@ def graphs(mode: str) -> dict[str, Any]:
     return {"mode": 3, "cudagraph_mode": mode, "cudagraph_capture_sizes": [1, 2, 4, 8, 16]}
 
 
+def ids_of(llm: LLM) -> list[int]:
+    """Return the tokens that prompts are taken from: random ones where the model has no tokenizer."""
+    if not llm.model_config.skip_tokenizer_init:
+        return llm.get_tokenizer().encode(TEXT)
+    return torch.randint(3, 250, (8192,), generator=torch.Generator().manual_seed(0)).tolist()
+
+
 def serve(llm: LLM, **options: Any) -> tuple[list[Line], list[list[float]]]:
     """Return what follows all prompts behind all prefixes, and each token's lead over the next likeliest."""
-    ids = llm.get_tokenizer().encode(TEXT)
+    ids = ids_of(llm)
     assert llm.reset_prefix_cache()
     llm.generate({"prompt_token_ids": ids[: PREFIXES[-1]]}, SamplingParams(max_tokens=1), use_tqdm=False)
     prompts = [
         {"prompt_token_ids": ids[:prefix] + ids[37 * i + 50 : 37 * i + 50 + new]}
         for i, (prefix, new) in enumerate((prefix, new) for prefix in PREFIXES for new in NEW)
     ]
-    sampling = SamplingParams(**{"max_tokens": TOKENS, "temperature": 0, "ignore_eos": True, "logprobs": 2, **options})
+    of_all = {"max_tokens": TOKENS, "temperature": 0, "ignore_eos": True, "logprobs": 2, "detokenize": False}
+    sampling = SamplingParams(**{**of_all, **options})
     lines, leads = [], []
     for request in llm.generate(prompts, sampling, use_tqdm=False):
         for result in request.outputs:
@@ -244,6 +254,24 @@ def test_tokens(name: str, demo_model: str, replayed: Counter, monkeypatch: pyte
     ):
         read_tables_always(patches)
         check_alike(lines, *serve(llm))
+
+
+@pytest.mark.parametrize("name", ["tq4", "turboquant25"])
+def test_windows_and_sinks(
+    name: str, tmp_path: Path, replayed: Counter, monkeypatch: pytest.MonkeyPatch
+) -> None:  # fmt: skip
+    """gpt-oss: sinks, and two groups of layers, of which one has a sliding window."""
+    model = tiny_models.save(tiny_models.gpt_oss(max_position_embeddings=2048), tmp_path)
+    options = OPTIONS | {"skip_tokenizer_init": True, "dtype": "bfloat16"}
+    with engine(model, name, compilation_config=graphs("FULL_AND_PIECEWISE"), **options) as llm:
+        lines, _ = serve(llm)
+        assert len(replayed) > 3, replayed
+        while sum(replayed.values()) < REPLAYS:
+            assert serve(llm)[0] == lines
+        with monkeypatch.context() as patches:
+            repeats = Repeats(llm, patches)
+            assert serve(llm)[0] == lines
+            repeats.check()
 
 
 @pytest.mark.parametrize(

@@ -183,7 +183,7 @@ def _machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pairs, "current_workspace_manager", lambda: memory)
     monkeypatch.setattr(workspace, "current_workspace_manager", lambda: memory)
     pays = prefix_launch.Pays(MOST_PASSES, 100 * 64)
-    monkeypatch.setattr(prefix_launch, "PAYS", dict.fromkeys((False, True), pays))
+    monkeypatch.setattr(prefix_launch, "PAYS", dict.fromkeys(prefix_launch.PAYS, pays))
     if DEVICE == "cpu":
         card = SimpleNamespace(multi_processor_count=4, major=9, minor=0)
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _device: card)

@@ -245,7 +245,7 @@ def test_profiling_compiles_what_steps_launch(
 
     monkeypatch.setattr(cuda.CudaDecode, "__call__", lambda *a: None if current() else of_cuda(*a))
     monkeypatch.setattr(prefix_launch.CudaPrefix, "__call__", of_prefixes)
-    monkeypatch.setattr(prefix_launch, "PAYS", dict.fromkeys((False, True), prefix_launch.Pays(2, 1)))
+    monkeypatch.setattr(prefix_launch, "PAYS", dict.fromkeys(prefix_launch.PAYS, prefix_launch.Pays(2, 1)))
     monkeypatch.setattr("packed_kv.kernels.cuda.missing", lambda *_: None)
     card = SimpleNamespace(multi_processor_count=1, major=major, minor=0)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _device: card)

@@ -105,7 +105,7 @@ def pass_limits(page: PageLayout, shape: DecodeShape, limits: Limits) -> PassLim
     """Return the most passes over prefixes that a step of a layer may have. `page`: layout of the cache."""
     tokens, rows = pass_tokens(shape.group), row_limit(shape, limits)
     total = min(rows // tokens + limits.max_requests, max(1, PAIRS // shape.kv_heads))
-    pays = cuda_prefix.PAYS[grids.has_unpackers(page)]
+    pays = cuda_prefix.pays(page)
     return PassLimits(pays.passes, total, tokens, rows, -(-pays.channels // (shape.kv_heads * shape.head_dim)))
 
 

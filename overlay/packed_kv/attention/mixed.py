@@ -8,6 +8,7 @@ from vllm.config import get_layers_from_vllm_config
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 
 from ..formats import FORMATS
+from ..kernels.cuda import LARGE_HEAD
 from ..settings.options import read_options
 from .limits import longest_decode
 
@@ -79,6 +80,8 @@ def _lacks(config: VllmConfig, layers: list[Any]) -> str:
         return "no kernel reads the prefixes of all layers in the pages"
     if len(tokens) > 1:
         return "layers differ in their query heads per KV head"
+    if any(made.codec.key.head_dim == LARGE_HEAD for made in kernels):
+        return f"over heads of {LARGE_HEAD} channels long chunks take too many passes"
     if any(layer.kv_sharing_target_layer_name is not None for layer in layers):
         return "layers share caches"
     return "" if all(made.prefill is not None for made in kernels) else "no FlashAttention serves the prompts"

@@ -19,6 +19,9 @@ from .limits import Limits
 from .passes import OverPrefixes, PassLimits, PrefixPasses
 from .protocols import Memory, PrefixBatch, PrefixReader, PrefixStep
 
+CHUNK_TOKENS = 1024
+"""The most tokens of a chunk outside of CUDA graphs: as many as a graph has. Most rows of a longer one see nothing of
+the prefix, but each would have a partial result."""
 SPLITS = 1
 """A window's tokens are too few to be split."""
 
@@ -47,8 +50,7 @@ class WindowPrefix(PrefixReader[WindowStep]):
     ) -> None:
         self.page, self.shape, self.from_rotated, self.means = page, shape, from_rotated, means
         tokens, rows = pass_tokens(shape.group), row_limit(shape, limits)
-        passes = rows // tokens + limits.max_requests
-        self.limits = PassLimits(passes, passes, tokens, rows)  # a pass reads the window, however many there are
+        self.limits = PassLimits(CHUNK_TOKENS // tokens, rows // tokens + limits.max_requests, tokens, rows)
 
     def memory(self, passes: PrefixPasses, dtype: torch.dtype) -> Memory:
         return self._memory(passes.rows, dtype)

@@ -117,18 +117,18 @@ def who_reads_prefixes(engine: Engine, layer: Pairs) -> str | None:
     CUDA, TRITON, or None: the prefill route gathers them.
 
     Prefixes of layers with sinks are like others: a chunk's attention gets its sinks as a whole. Triton's kernel reads
-    those of which a short sliding window leaves few tokens. Neither has been timed but on GPUs where the CUDA kernel
-    has all of its columns, nor over heads of 256 channels.
+    those of which a short sliding window leaves few tokens; nobody has timed it over heads of 256 channels, and neither
+    on GPUs where the CUDA kernel lacks some of its columns.
     """
     if engine.capability is None or engine.is_fp32 or engine.ranks > 1 or engine.option == "triton":
         return None
     without_window = layer._replace(has_sinks=False, sliding_window=None)
     has_all_columns = generation_of(engine.capability).cuda_columns == cuda.COLUMNS
-    if not has_all_columns or layer.head_dim == cuda.LARGE_HEAD or cuda_lacks(engine, without_window):
+    if not has_all_columns or cuda_lacks(engine, without_window):
         return None
     if not layer.sliding_window:
         return CUDA
-    return TRITON if layer.sliding_window <= SHORT_WINDOW else None
+    return TRITON if layer.sliding_window <= SHORT_WINDOW and layer.head_dim != cuda.LARGE_HEAD else None
 
 
 def longest_of(kernel: str, layer: Pairs | Latents, columns: int = cuda.COLUMNS) -> int:

@@ -2,7 +2,7 @@
 
 A pass has 64 columns: query heads times query tokens. A chunk's new tokens follow its prefix, so each pass sees all of
 it. A pass is a request to the kernel and its schedule. A launch depends on no length, so a CUDA graph can hold it: a
-table may have more passes than a step needs; the rest have no query tokens.
+table may have more passes than a step needs. The rest have no keys, and so no work items.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ import torch
 from ...codecs.ring import Ring
 from ...layout import PageLayout
 from ..checks import check_int32
-from . import COLUMNS
-from .grids import BlockKind, GridInputs, block_kind, block_kinds
+from ..kernel_layout import kernel_layout
+from . import COLUMNS, LARGE_HEAD
+from .grids import BlockKind, GridInputs, block_kind, block_kinds, has_unpackers
 from .kernel import Compilation, CudaKernel
 from .launch import (
     CALL_ARGUMENTS,
@@ -41,12 +42,20 @@ class Pays(NamedTuple):
     channels: int
 
 
-PAYS = {True: Pays(12, 1 << 22), False: Pays(4, 1 << 24)}
+PAYS = {"unpackers": Pays(12, 1 << 22), "team": Pays(4, 1 << 24), "large": Pays(6, 1 << 24)}
 """The prefixes that the kernel reads faster than they are gathered, rotated back and read by FlashAttention: with warps
-that only unpack (`has_unpackers`), and without (benchmarks/prefixes.py, docs/lab/kernels.md)."""
+that only unpack (`has_unpackers`), without, and over heads of 256 channels (benchmarks/prefixes.py,
+docs/lab/kernels.md)."""
 THIRDS = 3
 """Blocks of 64 columns run at equal speed, and their parts cost more than parts of few columns: each part is a whole
 load."""
+
+
+def pays(page: PageLayout) -> Pays:
+    """Return the prefixes for which passes pay. `page`: layout of the cache."""
+    return PAYS[
+        "large" if kernel_layout(page).head_dim == LARGE_HEAD else "unpackers" if has_unpackers(page) else "team"
+    ]
 
 
 class PrefixGrid(NamedTuple):
@@ -72,7 +81,15 @@ class PrefixSchedules:
     def __init__(self, passes: int, inputs: GridInputs, device: torch.device, thirds: int = THIRDS) -> None:
         self.inputs = inputs
         self.schedulers = {
-            kind: Scheduler(passes, kind.resident(inputs), kind.warps, device, stream_k=kind.stream_k, thirds=thirds)
+            kind: Scheduler(
+                passes,
+                kind.resident(inputs),
+                kind.warps,
+                device,
+                stream_k=kind.stream_k,
+                thirds=thirds,
+                skips_empty=True,
+            )
             for kind in block_kinds(inputs, COLUMNS)
         }
         self.items = max(item_count(passes, kind.resident(inputs)) for kind in block_kinds(inputs, COLUMNS))
@@ -115,7 +132,7 @@ def prefix_arguments(
         ring: block table int32 [requests, blocks] and first tokens int32 [requests], before the ring has the chunks'
             own tokens; None: there is none.
         lse: fp32 [tokens, query heads], contiguous: filled for the query tokens of passes with the natural
-            log-sum-exps of the scores, -inf where a prefix has no keys.
+            log-sum-exps of the scores.
     """
     check_int32(table)
     assert table.is_contiguous() and table.shape[1] == PASS_WORDS and table.data_ptr() % 16 == 0, table.shape
@@ -157,7 +174,7 @@ class CudaPrefix(CudaKernel[None]):
         Args:
             items: work items of each KV head, of the step's schedule.
             step: of `prefix_arguments`.
-            output: as in the constructor; filled for the query tokens of passes, with zeros where a prefix has no keys.
+            output: as in the constructor; filled for the query tokens of passes.
         """
         functions = self.functions.get(None) or self.functions_of(None)
         if functions is None:
