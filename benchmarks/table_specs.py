@@ -217,6 +217,9 @@ SPECS: Mapping[str, Sequence[Spec]] = {
         Spec("peers", "peers.csv", {"dtype": "dtype", "prefill_ranks": "ranks", "decode_ranks": "to"}, PEERS),
         Spec("startup", "release/startup.csv", {"caches": "caches", "torch_compile": "torch.compile",
              "dtype": "dtype"}, shows(STARTED)),
+        Spec("startup-256", "startup_256.csv", {"dtype": "dtype"}, shows(STARTED)),
+        Spec("captures", "captures.csv", {"dtype": "dtype"}, shows({"s to the first token": "first_token_s",
+             "of these for CUDA graphs": "graphs_s", "GiB of CUDA graphs": "graphs_gib"}), prepare=list),
     ),
     "docs/kernels.md": (
         Spec("kernels-summary", "kernels.csv", KERNEL, MICROSECONDS, CASE, LONG | {"dtype": OURS, "kernel": ("cuda",)}),
@@ -289,6 +292,9 @@ SPECS: Mapping[str, Sequence[Spec]] = {
              prepare=behind("text", "prompt")),
         Spec("json-answers", "json_answers.csv", {"dtype": "dtype"}, shows({"valid": "valid", "equal to bf16's":
              "equal", "mean share before the first other token": "tokens_before_the_first_that_differs"})),
+        Spec("behind-hits", "behind_hits.csv", {"dtype": "dtype", "prefix": "tokens in the cache"}, shows({
+             "KL in graphs": "graphs", "KL by the ordinary route": "ordinary", "ratio": "ratio", "±": "ratio_error"}),
+             prepare=list),
         Spec("generate-yarn", {f"{FOLDER}/yarn-calibrated.json": CALIBRATED,
              f"{FOLDER}/yarn-uncalibrated.json": UNCALIBRATED}, KL, kl, ("text", "prompt"), prepare=behind("text",
              "prompt")),
@@ -332,6 +338,8 @@ APART = {
     **dict.fromkeys(("mixed-graphs", "mixed-graphs-long", "mixed-graphs-fp8", "mixed-kernels", "agents", "agents-48",
                      "agents-load"), "engines take turns on a card"),
     "qwen-steps": "heads of 256 have had the CUDA kernel since the release",
+    "startup-256": "heads of 256 have had the CUDA kernel since the release",
+    "captures": "the release timed no capture",
     "steps-older": "wants FlashAttention 2, which the release's environment lacked",
     "prefixes": "minutes of a server per dtype", "contexts": "needs host memory and a disk", "peers": "several GPUs",
 }  # fmt: skip

@@ -217,6 +217,19 @@ def test_decode_stays_in_registers(name, arch):
     assert resources.count("LDG.E.128") >= 8  # two micro-blocks, K and V, before the loop and in it
 
 
+def test_passes_over_a_window_stay_in_registers():
+    """Of gpt-oss's heads, with means; in tiles of 32 columns, as passes of 64 take."""
+    cases = [
+        decode_case(FORMATS[name], 90, 64, ring_block=8, mean_blocks=8, columns=32, keeps_first=True)
+        for name in ("tq4", "turboquant25")
+    ]
+    for case in cases:
+        own = dict(sliding_window=128, recent=63, has_passes=True)
+        case.constants["DECODE"] = case.constants["DECODE"]._replace(**own)
+    for resources in compile_kernels(cases):
+        assert not local_memory_in_the_loop(resources) and resources.stack_bytes <= 16
+
+
 def local_memory_in_the_loop(resources: Resources) -> list[str]:
     """Spills on the usual path of the loop over pages."""
     return [text for text in resources.loop() if re.search(r"\b(LDL|STL)\b", text)]
@@ -366,12 +379,12 @@ def sinks_case() -> Case:
         kernel="packed_kv.kernels.triton.combine:_sinks_kernel",
         arch=90,
         types=dict(
-            output="*bf16", lse="*fp32", lse_stride="i32", sinks="*bf16", output_token_stride="i32",
+            output="*bf16", lse="*fp32", row_kinds="*i32", lse_stride="i32", sinks="*bf16", output_token_stride="i32",
             output_head_stride="i32",
         ),
-        constants=dict(OUTPUT=combine.OutputConstants(64, 64, 64, 64)),
+        constants=dict(OUTPUT=combine.OutputConstants(64, 64, 64, 64), ARE_ALL=False),
         options=dict(num_warps=4),
-        unaligned=("lse", "lse_stride"),
+        unaligned=("lse", "row_kinds", "lse_stride"),
     )  # fmt: skip
 
 
@@ -446,12 +459,12 @@ def combine_case() -> Case:
         kernel="packed_kv.kernels.triton.combine:_combine_kernel",
         arch=90,
         types=dict(
-            output="*bf16", lse="*fp32", part_lse="*fp32", part="*bf16", has_part="*i32",
+            output="*bf16", lse="*fp32", part_lse="*fp32", part="*bf16", row_kinds="*i32",
             **dict.fromkeys(strides, "i32"), output_token_stride="i32", output_head_stride="i32",
         ),
         constants=dict(OUTPUT=combine.OutputConstants(32, 32, 128, 128), PART=combine.PartConstants(128, False)),
         options=dict(num_warps=4),
-        unaligned=("lse", "part_lse", "has_part", *strides),
+        unaligned=("lse", "part_lse", "row_kinds", *strides),
     )  # fmt: skip
 
 

@@ -7,10 +7,12 @@ import sys
 import threading
 from contextlib import nullcontext
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from packed_kv import FORMATS
+from packed_kv.attention import window_prefix
 from packed_kv.attention.decode import TritonPairs, rotation_of
 from packed_kv.attention.latent import decode as latent_decode
 from packed_kv.attention.latent.decode import HopperLatents, TritonLatents
@@ -29,7 +31,7 @@ from packed_kv.codecs.pages import PagedCodec
 from packed_kv.codecs.ring import Ring
 from packed_kv.kernels import precompile
 from packed_kv.kernels.cuda import kernel as cuda_kernel
-from packed_kv.kernels.cuda import latent_launch, latent_ring_launch, prefix_launch
+from packed_kv.kernels.cuda import latent_launch, latent_ring_launch, pass_tokens, prefix_launch
 from packed_kv.kernels.cuda import launch as cuda
 from packed_kv.kernels.cuda.source import LATENT
 from packed_kv.kernels.precompile import Precompiler, current, wait_for, wait_for_all
@@ -219,9 +221,18 @@ def window_layer() -> WindowLayer:
 @pytest.mark.parametrize(
     ("has_ring", "shares_cache"), [(True, False), (False, False), (False, True)], ids=["ring", "no_ring", "shared"]
 )
-@pytest.mark.parametrize("major", [8, 9], ids=["ampere", "hopper"])
+@pytest.mark.parametrize(
+    ("major", "options"),
+    [
+        (8, {}),
+        (9, {}),
+        (9, {"sinks": torch.zeros(HEADS, device=DEVICE)}),
+        (9, {"sinks": torch.zeros(HEADS, device=DEVICE), "sliding_window": 24}),
+    ],
+    ids=["ampere", "hopper", "sinks", "window"],
+)
 def test_profiling_compiles_what_steps_launch(
-    major: int, has_ring: bool, shares_cache: bool, monkeypatch: pytest.MonkeyPatch
+    major: int, options: dict[str, Any], has_ring: bool, shares_cache: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Steps of new prompts, decodes of any number, and mixed steps launch no variant that was not noted.
 
@@ -246,12 +257,14 @@ def test_profiling_compiles_what_steps_launch(
     monkeypatch.setattr(cuda.CudaDecode, "__call__", lambda *a: None if current() else of_cuda(*a))
     monkeypatch.setattr(prefix_launch.CudaPrefix, "__call__", of_prefixes)
     monkeypatch.setattr(prefix_launch, "PAYS", dict.fromkeys(prefix_launch.PAYS, prefix_launch.Pays(2, 1)))
+    monkeypatch.setattr(window_prefix, "CHUNK_TOKENS", 2 * pass_tokens(HEADS))
     monkeypatch.setattr("packed_kv.kernels.cuda.missing", lambda *_: None)
     card = SimpleNamespace(multi_processor_count=1, major=major, minor=0)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _device: card)
     codec = PagedCodec(FORMATS["tq4"], HEAD_DIM, device=DEVICE)
     shard = ContextShard()
-    served = layer(codec, shard, None, AttentionOptions(HEAD_DIM**-0.5), in_pytorch=False, max_tokens=64)
+    attention = AttentionOptions(HEAD_DIM**-0.5, **options)
+    served = layer(codec, shard, None, attention, in_pytorch=False, max_tokens=64)
     window = window_layer() if has_ring else None
 
     def inputs(tokens: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -145,6 +145,8 @@ def _take_pairs(engine: Engine, layer: Pairs) -> tuple[type, int, Pairs]:
     batch = SimpleNamespace(decodes=3, decode_query_len=1)
     if not kernels.count_decodes(batch, made.dtype):
         decode = None
+    if engine.platform == "cuda" and decode is not None:
+        assert decode.splits.reads_prefixes == served.who_reads_prefixes(engine, layer), (engine, layer)
     return type(decode), 0 if decode is None else decode.longest, made.asked()
 
 
@@ -288,6 +290,34 @@ def test_auto_takes_what_was_seen() -> None:
     )  # fmt: skip
     assert who_serves(unseen._replace(option="cuda"), PAIRS) == Served(CUDA, 8)
     assert who_serves(unseen._replace(option="triton"), PAIRS).reason.endswith("disabled by decode_kernel=triton")
+
+
+@pytest.mark.parametrize(
+    ("layer", "engine", "reader"),
+    [
+        ({}, {}, CUDA),
+        ({"has_sinks": True}, {}, CUDA),
+        ({"head_dim": 256}, {}, CUDA),
+        ({"sliding_window": served.SHORT_WINDOW}, {}, TRITON),
+        ({"sliding_window": 128, "has_sinks": True}, {"option": "cuda"}, TRITON),
+        ({"sliding_window": served.SHORT_WINDOW + 1}, {}, None),
+        ({"sliding_window": 128, "head_dim": 256}, {}, None),
+        ({"sliding_window": 128, "head_dim": 80}, {}, None),
+        ({"head_dim": 192, "value_dim": 128}, {}, None),
+        ({"soft_cap": 30.0}, {}, None),
+        ({"soft_cap": 30.0, "sliding_window": 128}, {}, None),
+        ({}, {"option": "triton"}, None),
+        ({"sliding_window": 128}, {"option": "triton"}, None),
+        ({}, {"is_fp32": True}, None),
+        ({"has_sinks": True}, {"ranks": 2}, None),
+        ({}, {"capability": (10, 0)}, None),
+        ({"sliding_window": 128}, {"capability": (8, 9)}, None),
+        ({}, {"capability": None}, None),
+    ],
+)
+def test_readers_of_prefixes(layer: dict[str, Any], engine: dict[str, Any], reader: str | None) -> None:
+    asked = Pairs(FORMATS["tq4"], **{"head_dim": 64, "group": 8} | layer)
+    assert served.who_reads_prefixes(HOPPER._replace(**{"is_here": False} | engine), asked) == reader
 
 
 def test_a_compiler_that_does_not_know_the_card(monkeypatch: pytest.MonkeyPatch) -> None:
