@@ -3,10 +3,11 @@
     python benchmarks/mixed.py [--dtypes NAME ...] [--shapes 64x2048 ...] [--prompts TOKENS ...] [--prefixes TOKENS ...]
 
 Each dtype gets one engine, in a process of its own, with dummy weights, torch.compile and CUDA graphs in vLLM's default
-mode, or in another: `fp8:FULL`; `tq4:UNMIXED` is the default mode without `mixed_graphs`. In every timed step, of at
-most --step-tokens tokens, all requests of the shape decode and one new prompt of --prompts tokens is prefilled (0:
-none; more than fit: chunks of prompts that follow one another), behind --prefixes tokens that are in the prefix cache
-(none where the step has no whole prompt). The decodes' contexts are filled as bench_engine.py says.
+mode, or in another: `fp8:FULL`; `tq4:MIXED` and `tq4:UNMIXED` are the default mode with `mixed_graphs` true and false.
+In every timed step, of at most --step-tokens tokens, all requests of the shape decode and one new prompt of --prompts
+tokens is prefilled (0: none; more than fit: chunks of prompts that follow one another), behind --prefixes tokens that
+are in the prefix cache (none where the step has no whole prompt). The decodes' contexts are filled as bench_engine.py
+says.
 
 A row of mixed.csv has p20, p50 and p80 of the steps by the clock of the host, from one step's sampled tokens to the
 next one's, behind --first steps of the same kind, whose median is `first_ms`; `launch_ms`, the median time in which the

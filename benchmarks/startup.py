@@ -7,9 +7,9 @@ the import of vLLM in the process that it starts.
 
 A row has the seconds until the first token and, of these, what vLLM's worker took for each step of the start; of
 `warm_up_s`, CUDA graphs took `graphs_s`; they hold `graphs_gib` of memory. A dtype may have a mode of graphs:
-`fp8:FULL`; `tq4:UNMIXED` is the default mode without `mixed_graphs`. Of packed-kv's kernels a row says how many were
-compiled and how many came from a cache, the sum of their seconds (several may be compiled at a time), and which were
-compiled when requests ran.
+`fp8:FULL`; `tq4:MIXED` and `tq4:UNMIXED` are the default mode with `mixed_graphs` true and false. Of packed-kv's
+kernels a row says how many were compiled and how many came from a cache, the sum of their seconds (several may be
+compiled at a time), and which were compiled when requests ran.
 
 With `--fork`, PyTorch and vLLM are imported once and each case is a fork of the process that did: where imports are
 slow, as from a file system over a network, more cases fit into a time, and their differences are the same. An engine of

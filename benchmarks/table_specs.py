@@ -181,6 +181,7 @@ SPECS: Mapping[str, Sequence[Spec]] = {
         Spec("mixed-graphs", "mixed_graphs.csv", MIXED, spread, ("prompt",), prepare=in_rounds, base=FULL),
         Spec("mixed-graphs-long", "mixed_graphs_32x8192.csv", MIXED, spread, ("prompt",), prepare=in_rounds, base=FULL),
         Spec("mixed-graphs-fp8", "mixed_graphs_fp8.csv", MIXED, spread, ("prompt",), prepare=in_rounds, base=FULL),
+        Spec("mixed-gpt-oss", "mixed_gpt_oss.csv", MIXED, spread, ("prompt",), prepare=in_rounds, base=FULL),
         Spec("mixed-kernels", "mixed_graphs.csv", MIXED, kernels, ("prompt",), prepare=in_rounds, base=FULL),
         Spec("verify-shapes", "release/h100/verify_shapes.csv", {"model": "shape"} |
              DRAFTS, STEP, CASE),
@@ -340,6 +341,7 @@ APART = {
     "qwen-steps": "heads of 256 have had the CUDA kernel since the release",
     "startup-256": "heads of 256 have had the CUDA kernel since the release",
     "captures": "the release timed no capture",
+    "mixed-gpt-oss": "its steps with prompts have been whole CUDA graphs since the release",
     "steps-older": "wants FlashAttention 2, which the release's environment lacked",
     "prefixes": "minutes of a server per dtype", "contexts": "needs host memory and a disk", "peers": "several GPUs",
 }  # fmt: skip

@@ -31,7 +31,8 @@ ENVIRONMENT = {
     "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # functions of in_worker.py run in the workers
     "VLLM_USE_FLASHINFER_SAMPLER": "0",  # tokens are greedy
 }
-UNMIXED = "UNMIXED"
+MIXED = {"MIXED": True, "UNMIXED": False}
+"""Modes that set `mixed_graphs`, beside vLLM's modes of CUDA graphs."""
 TURN = "TURN"
 """The line by which a worker hands over."""
 HIDDEN = ("ranks", "recent_tokens", "attention", *rows.MACHINE)
@@ -56,9 +57,9 @@ def split_mode(name: str) -> tuple[str, str]:
 
 
 def options_of_mode(mode: str) -> tuple[str, dict[str, Any]]:
-    """vLLM's mode of CUDA graphs, "" for its default, and `additional_config`, of a name's mode: `UNMIXED` is the
-    default mode without `mixed_graphs`."""
-    return ("", {"packed_kv": {"mixed_graphs": False}}) if mode == UNMIXED else (mode, {})
+    """vLLM's mode of CUDA graphs, "" for its default, and `additional_config`, of a name's mode: `MIXED` and `UNMIXED`
+    are the default mode with `mixed_graphs` true and false."""
+    return ("", {"packed_kv": {"mixed_graphs": MIXED[mode]}}) if mode in MIXED else (mode, {})
 
 
 def wait_for_device() -> bool:

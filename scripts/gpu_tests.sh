@@ -45,6 +45,9 @@ memcheck_cases=(
     "tests/kernels/cuda/test_cuda_decode.py::test_pages[{'name': 'isoquant4', 'kv_heads': 1, 'group': 16, 'query_lens': (4, 3), 'seq_lens': (1100, 70), 'splits': Grid(warps=4, blocks=2, is_final=True)}]"
     "tests/kernels/cuda/test_cuda_decode.py::test_pages[{'name': 'isoquant3', 'kv_heads': 1, 'group': 16, 'query_lens': (4, 3), 'seq_lens': (2100, 70), 'splits': Grid(warps=4, blocks=2, is_final=True)}]"
     "tests/kernels/cuda/test_cuda_decode.py::test_recent_tokens[{'name': 'turboquant25', 'kv_heads': 1, 'group': 16, 'query_lens': (2, 1), 'recent': 64, 'requests': ((700, 0), (60, 50)), 'splits': Grid(warps=1, blocks=12, is_final=False)}]"
+    # 24 columns, and 48 of a team.
+    "tests/kernels/cuda/test_cuda_decode.py::test_pages[{'name': 'turboquant35', 'head_dim': 64, 'kv_heads': 1, 'group': 6, 'query_lens': (4, 1, 0), 'seq_lens': (1100, 40, 9), 'splits': Grid(warps=4, blocks=3, is_final=True)}]"
+    "tests/kernels/cuda/test_cuda_decode.py::test_pages[{'name': 'isoquant3', 'kv_heads': 1, 'group': 12, 'query_lens': (4, 3), 'seq_lens': (700, 70), 'splits': Grid(warps=4, blocks=2, is_final=False)}]"
     # Latent attention: store, gather, both decode kernels, the recent window.
     "tests/kernels/triton/test_latent_ring.py::test_decodes_equal_the_reference[triton-turboquant25-96-32-8-40-drafts behind hits]"
     "tests/kernels/triton/test_latent_ring.py::test_decodes_equal_the_reference[cuda-tq4-512-64-16-16-drafts]"
@@ -60,6 +63,8 @@ memcheck_cases=(
     # A mixed step from tables on the device, and as it is replayed.
     "tests/kernels/test_fused_prefix.py::test_graphs[decodes-turboquant25-64-ring]"
     "tests/kernels/test_fused_prefix.py::test_a_graph_replays_other_batches"
+    "tests/kernels/test_fused_prefix.py::test_windows_and_sinks[33-True-ring-graph]"
+    "tests/kernels/cuda/test_cuda_prefix.py::test_recent_tokens_of_prefixes[{'name': 'tq4', 'head_dim': 256, 'group': 6, 'kv_heads': 4, 'chunks': (50, 17), 'prefixes': (3000, 700), 'recent': 64}]"
     "tests/kernels/test_merge_lse.py::test_lse[{'seq_lens': (0, 37, 1700), 'kernel': 'cuda', 'splits': Grid(warps=2, blocks=3, is_final=True)}]"
 )
 

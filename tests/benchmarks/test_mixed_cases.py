@@ -85,6 +85,7 @@ def test_a_dtype_carries_a_mode() -> None:
     assert [workers.split_mode(name) for name in options.dtypes] == [("auto", ""), ("fp8", "FULL")]
     assert workers.options_of_mode("FULL") == ("FULL", {})
     assert workers.options_of_mode("UNMIXED") == ("", {"packed_kv": {"mixed_graphs": False}})
+    assert workers.options_of_mode("MIXED") == ("", {"packed_kv": {"mixed_graphs": True}})
     sizes = list(mixed.GRAPH_SIZES)
     assert mixed.compilation("", options) == {"cudagraph_capture_sizes": sizes}
     assert mixed.compilation("FULL", options) == {"cudagraph_capture_sizes": sizes, "cudagraph_mode": "FULL"}

@@ -263,6 +263,7 @@ def test_windows_and_sinks(
     """gpt-oss: sinks, and two groups of layers, of which one has a sliding window."""
     model = tiny_models.save(tiny_models.gpt_oss(max_position_embeddings=2048), tmp_path)
     options = OPTIONS | {"skip_tokenizer_init": True, "dtype": "bfloat16"}
+    options |= {"additional_config": {"packed_kv": {"mixed_graphs": True}}}
     with engine(model, name, compilation_config=graphs("FULL_AND_PIECEWISE"), **options) as llm:
         lines, _ = serve(llm)
         assert len(replayed) > 3, replayed

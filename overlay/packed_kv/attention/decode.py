@@ -301,8 +301,8 @@ class TritonPairs(PairDecode[TritonPairStep]):
 
     def _prepare(self, batch: DecodeBatch, prefixes: PrefixBatch | None) -> TritonPairStep:
         requests, query_len, splits = len(batch.seq_lens), batch.max_query_len, self.splits
-        # In a graph only the device knows how many of the tokens are decodes'; they come first.
-        count, rows = splits.count(max(requests, 1), query_len), min(batch.tokens, requests * query_len)
+        count = splits.count(requests, query_len) if requests else 1
+        rows = min(batch.tokens, requests * query_len)  # in a graph, more tokens than decodes' follow these
         memory = splits.take_step(batch, (rows, self.layer.query_heads, count), prefixes)
         rotated, partial, stats, bias, of_prefixes = memory
         tables, launch, merge = (batch.block_table, batch.query_start, batch.seq_lens), None, None
@@ -314,7 +314,7 @@ class TritonPairs(PairDecode[TritonPairStep]):
             merge=merge,
             prefixes=of_prefixes,
             launch=launch,
-            columns=self.shape.tiles(query_len)[0],
+            columns=self.shape.tiles(query_len)[0] if requests else 0,
         )
 
     def attend(

@@ -63,7 +63,8 @@ def _limits(layers: list[Any]) -> PassLimits:
 def _lacks(config: VllmConfig, layers: list[Any]) -> str:
     """Return why no step with prompts can be a whole graph, or ""."""
     speculative = config.speculative_config
-    if not read_options(config.additional_config).mixed_graphs:
+    wanted = read_options(config.additional_config).mixed_graphs
+    if wanted is False:
         return "packed_kv.mixed_graphs is false"
     if config.lora_config is not None:
         return "an engine with LoRA would have them once for each number of adapters"
@@ -82,6 +83,11 @@ def _lacks(config: VllmConfig, layers: list[Any]) -> str:
         return "layers differ in their query heads per KV head"
     if any(made.codec.key.head_dim == LARGE_HEAD for made in kernels):
         return f"over heads of {LARGE_HEAD} channels long chunks take too many passes"
+    if wanted is None and any(made.options.sinks is not None or made.options.sliding_window for made in kernels):
+        return (
+            "over sinks and sliding windows no engine on a GPU has been held against one without: "
+            "packed_kv.mixed_graphs true takes them"
+        )
     if any(layer.kv_sharing_target_layer_name is not None for layer in layers):
         return "layers share caches"
     return "" if all(made.prefill is not None for made in kernels) else "no FlashAttention serves the prompts"

@@ -16,7 +16,8 @@ import torch
 
 class PassLimits(NamedTuple):
     """The most passes of a chunk (`each`) and of a step (`total`), the query tokens of a pass (`tokens`), the first
-    rows of a batch that passes may cover (`rows`), and the fewest tokens of a step's prefixes (`keys`)."""
+    rows of a batch that passes may cover (`rows`), and the fewest tokens of a step's prefixes (`keys`). For a step that
+    is a whole CUDA graph, `each` and `keys` do not count."""
 
     each: int
     total: int

@@ -19,9 +19,6 @@ from .limits import Limits
 from .passes import OverPrefixes, PassLimits, PrefixPasses
 from .protocols import Memory, PrefixBatch, PrefixReader, PrefixStep
 
-CHUNK_TOKENS = 1024
-"""The most tokens of a chunk outside of CUDA graphs: as many as a graph has. Most rows of a longer one see nothing of
-the prefix, but each would have a partial result."""
 SPLITS = 1
 """A window's tokens are too few to be split."""
 
@@ -35,8 +32,8 @@ class WindowStep(PrefixStep):
 
 
 class WindowPrefix(PrefixReader[WindowStep]):
-    """The kernel over prefixes of one layer of pairs with a sliding window. All tokens of the layer are in this rank's
-    pages.
+    """The kernel over prefixes of one layer of pairs with a sliding window, in steps that are whole CUDA graphs: others
+    gather what the window leaves. All tokens of the layer are in this rank's pages.
 
     Args:
         page: layout of the cache.
@@ -50,7 +47,7 @@ class WindowPrefix(PrefixReader[WindowStep]):
     ) -> None:
         self.page, self.shape, self.from_rotated, self.means = page, shape, from_rotated, means
         tokens, rows = pass_tokens(shape.group), row_limit(shape, limits)
-        self.limits = PassLimits(CHUNK_TOKENS // tokens, rows // tokens + limits.max_requests, tokens, rows)
+        self.limits = PassLimits(0, rows // tokens + limits.max_requests, tokens, rows)
 
     def memory(self, passes: PrefixPasses, dtype: torch.dtype) -> Memory:
         return self._memory(passes.rows, dtype)

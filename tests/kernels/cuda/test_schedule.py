@@ -72,20 +72,6 @@ def test_stream_k_of_small_teams(kind: str, blocks: int, warps: int) -> None:
     assert expected != reference_schedule(lengths, blocks, warps, stream_k=False)
 
 
-@pytest.mark.parametrize("stream_k", [False, True])
-def test_requests_without_tokens(stream_k: bool) -> None:
-    """They have an item each, or none: then the others' items are those of a batch without them."""
-    lengths, found = [0, 5000, 0, 0, 300, 90_000, 0], {}
-    for skips_empty in (False, True):
-        made = Scheduler(len(lengths), 33, 8, DEVICE, stream_k=stream_k, skips_empty=skips_empty)
-        items = made(torch.tensor(lengths, dtype=torch.int32, device=DEVICE))
-        found[skips_empty] = items[items[:, 0] >= 0].tolist()
-    others = reference_schedule([n for n in lengths if n], 33, 8, stream_k=stream_k)
-    requests = [request for request, tokens in enumerate(lengths) if tokens]
-    assert found[True] == [list(item._replace(request=requests[item.request]).words()) for item in others]
-    assert len(found[False]) == len(found[True]) + lengths.count(0)
-
-
 def test_words_hold_large_numbers() -> None:
     item = WorkItem(
         request=4095, part=31, parts=32, first_slot=30_000, tokens=2_000_000_000, begin=7_812_000, end=8_000_000

@@ -31,7 +31,7 @@
 //
 // With HAS_PASS_TABLE, a request of the schedule is a pass: the next query tokens of a chunk over its whole prefix,
 // before all of them. The chunk's own tokens are not read, though they may lie in the prefix's last micro-block. A pass
-// without keys has no work item, and writes nothing.
+// without keys writes zeros and -inf; a pass without query tokens writes nothing.
 //
 // Tensors without a stride are contiguous; strides count elements.
 struct Arguments {

@@ -2,7 +2,7 @@
 
 A pass has 64 columns: query heads times query tokens. A chunk's new tokens follow its prefix, so each pass sees all of
 it. A pass is a request to the kernel and its schedule. A launch depends on no length, so a CUDA graph can hold it: a
-table may have more passes than a step needs. The rest have no keys, and so no work items.
+table may have more passes than a step needs; the rest have no query tokens.
 """
 
 from __future__ import annotations
@@ -53,9 +53,9 @@ load."""
 
 def pays(page: PageLayout) -> Pays:
     """Return the prefixes for which passes pay. `page`: layout of the cache."""
-    return PAYS[
-        "large" if kernel_layout(page).head_dim == LARGE_HEAD else "unpackers" if has_unpackers(page) else "team"
-    ]
+    if kernel_layout(page).head_dim == LARGE_HEAD:
+        return PAYS["large"]
+    return PAYS["unpackers" if has_unpackers(page) else "team"]
 
 
 class PrefixGrid(NamedTuple):
@@ -81,15 +81,7 @@ class PrefixSchedules:
     def __init__(self, passes: int, inputs: GridInputs, device: torch.device, thirds: int = THIRDS) -> None:
         self.inputs = inputs
         self.schedulers = {
-            kind: Scheduler(
-                passes,
-                kind.resident(inputs),
-                kind.warps,
-                device,
-                stream_k=kind.stream_k,
-                thirds=thirds,
-                skips_empty=True,
-            )
+            kind: Scheduler(passes, kind.resident(inputs), kind.warps, device, stream_k=kind.stream_k, thirds=thirds)
             for kind in block_kinds(inputs, COLUMNS)
         }
         self.items = max(item_count(passes, kind.resident(inputs)) for kind in block_kinds(inputs, COLUMNS))
@@ -132,7 +124,7 @@ def prefix_arguments(
         ring: block table int32 [requests, blocks] and first tokens int32 [requests], before the ring has the chunks'
             own tokens; None: there is none.
         lse: fp32 [tokens, query heads], contiguous: filled for the query tokens of passes with the natural
-            log-sum-exps of the scores.
+            log-sum-exps of the scores, -inf where a prefix has no keys.
     """
     check_int32(table)
     assert table.is_contiguous() and table.shape[1] == PASS_WORDS and table.data_ptr() % 16 == 0, table.shape
@@ -174,7 +166,7 @@ class CudaPrefix(CudaKernel[None]):
         Args:
             items: work items of each KV head, of the step's schedule.
             step: of `prefix_arguments`.
-            output: as in the constructor; filled for the query tokens of passes.
+            output: as in the constructor; filled for the query tokens of passes, with zeros where a prefix has no keys.
         """
         functions = self.functions.get(None) or self.functions_of(None)
         if functions is None:

@@ -44,15 +44,13 @@ _MIN_PART, _MAX_PARTS = tl.constexpr(MIN_PART), tl.constexpr(MAX_PARTS)
 class ScheduleConstants(NamedTuple):
     """Constants that the kernel is compiled for: the most `requests`, a power of 2; whether they are cut as stream-K
     does; the fewest tiles of a part; `buckets` that sorting tells apart; size of a stream-K part in `thirds` of a
-    resident block's load; whether requests without tokens get no item; and the bit positions of an item's slot and
-    part."""
+    resident block's load; and the bit positions of an item's slot and part."""
 
     requests: int
     stream_k: bool
     min_tiles: int
     buckets: int
     thirds: int
-    skips_empty: bool
     slot_shift: int = SLOT_SHIFT
     part_shift: int = PART_SHIFT
 
@@ -80,8 +78,6 @@ def _schedule_kernel(items, seq_lens, requests, item_count, resident_blocks, pas
     request, bucket = tl.arange(0, REQUESTS), tl.arange(0, BUCKETS)[None, :]
     exists = request < requests
     tokens = tl.load(seq_lens + request // passes * stride, mask=exists, other=0)
-    if SCHEDULE.skips_empty:
-        exists = exists & (tokens > 0)
     tiles = (tokens + _TILE_TOKENS - 1) // _TILE_TOKENS
     total = tl.maximum(tl.sum(tiles), 1)
     # A request from `start` to `end` is cut at `low` to `high` times `step`.
@@ -152,20 +148,18 @@ class Scheduler:
         device: of the schedules.
         stream_k: whether requests are cut as stream-K does.
         thirds: size of a stream-K part in thirds of a resident block's load, where there are few blocks per request.
-        skips_empty: whether requests without tokens get no work item.
     """
 
     def __init__(
-        self, requests: int, resident_blocks: int, warps: int, device: torch.device, *, stream_k: bool, thirds: int = 2,
-        skips_empty: bool = False,
-    ) -> None:  # fmt: skip
+        self, requests: int, resident_blocks: int, warps: int, device: torch.device, *, stream_k: bool, thirds: int = 2
+    ) -> None:
         self.requests, self.resident_blocks, self.warps = requests, resident_blocks, warps
         count = item_count(requests, resident_blocks)
         assert count <= 1 << (31 - SLOT_SHIFT), count  # the range of an item's words
         self.items = torch.full((count, 4), -1, dtype=torch.int32, device=device)
         size = max(32, power_of_2(requests))
         buckets = max(1, min(BUCKETS, 2048 * BUCKETS // size))
-        schedule = ScheduleConstants(size, stream_k, MIN_WARP_TILES * warps, buckets, thirds, skips_empty)
+        schedule = ScheduleConstants(size, stream_k, MIN_WARP_TILES * warps, buckets, thirds)
         self.constants, self.num_warps = dict(SCHEDULE=schedule), min(16, max(4, size // 32))
         self.launch = Launch(_schedule_kernel, Arguments(), self.constants, num_warps=self.num_warps)
 
