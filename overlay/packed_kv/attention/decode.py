@@ -151,12 +151,12 @@ class PairWorkspace:
 
     @functools.cached_property
     def grid_inputs(self) -> grids.GridInputs:
-        """What the grids of the CUDA kernel depend on."""
+        """Inputs of the CUDA kernel's grids."""
         return grids.grid_inputs(self.layer.codec.layout, self.layer.kv_heads, self.sm_count, self.generation)
 
     @functools.cached_property
     def matrix(self) -> torch.Tensor:
-        """What the CUDA kernel rotates results back by."""
+        """The matrix by which the CUDA kernel rotates results back (`pack_matrix`)."""
         return cuda.pack_matrix(self.from_rotated, self.value_means)
 
     def kind(self, *, by_cuda: bool) -> PairKind:
@@ -264,7 +264,7 @@ class PairWorkspace:
 
 
 class PairDecode(DecodeKernel[Launched, None]):
-    """What both kernels over the pages of one layer of pairs share."""
+    """A kernel over the pages of one layer of pairs, and its passes over prefixes."""
 
     splits: PairWorkspace
 

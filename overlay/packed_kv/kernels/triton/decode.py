@@ -297,8 +297,7 @@ def _decode_kernel(
                     ring_table + request.to(tl.int64) * ring_table_stride,
                 ),
                 (ring_low, ring_high, seq_len),
-                position + columns // QUERY_GROUP + 1, layer.soft_cap, (query_bias, first_row, count),
-                RING_BLOCK, RECENT, SLIDING_WINDOW, HAS_PASSES, HAS_SOFT_CAP, COLUMNS, LAYOUT,
+                position + columns // QUERY_GROUP + 1, layer.soft_cap, (query_bias, first_row, count), DECODE,
             )  # fmt: skip
     _store_partial(partials.output, partials.stats, outputs, maximum, total, first_row.to(tl.int64) * splits + split,
                    rows * splits, valid, output_unit, GROUPS)  # fmt: skip

@@ -166,11 +166,7 @@ def min_window(recent, window):
 
 
 @triton.jit
-def attend_ring(
-    queries, sums, ring, tokens, limit, soft_cap, biases,
-    BLOCK: tl.constexpr, RECENT: tl.constexpr, SLIDING_WINDOW: tl.constexpr, HAS_PASSES: tl.constexpr,
-    HAS_SOFT_CAP: tl.constexpr, COLUMNS: tl.constexpr, LAYOUT: tl.constexpr,
-):  # fmt: skip
+def attend_ring(queries, sums, ring, tokens, limit, soft_cap, biases, DECODE: tl.constexpr):
     """Attention of some columns over tokens of the ring: new outputs, maximum and total.
 
     As with pages, a lane loads what it feeds to the tensor core: of tokens 16 m + 8 n3 + g (K) or 16 m + 8 n3 + 2 t +
@@ -180,15 +176,21 @@ def attend_ring(
         queries: a tuple of fp16 [32 channels, columns] for each group.
         sums: (outputs, maximum, total): a tuple of fp32 [32 channels, columns], sums of codes times scales (times
             `RING_UNIT` they are values); fp32 [columns] and [8, columns], see `online_softmax_update`.
-        ring: (pointer to uint8 [blocks, .., BLOCK, ring_slot_bytes] of the head, its stride over blocks, pointer to
-            int32 [ring blocks], the request's table).
+        ring: (pointer to uint8 [blocks, .., ring_block, ring_slot_bytes] of the head, its stride over blocks, pointer
+            to int32 [ring blocks], the request's table).
         tokens: (first, end, seq_len), int32: first .. end - 1 of the seq_len tokens of the request.
-        limit: int32 [columns], the token after a column's own. It sees the RECENT tokens before `limit`, or, with
-            HAS_PASSES, those before `seq_len`; and no more than SLIDING_WINDOW tokens (0: there is no such window).
-        soft_cap: fp32, times log2 e; read where HAS_SOFT_CAP.
+        limit: int32 [columns], the token after a column's own. It sees the `recent` tokens before `limit`, or, with
+            `has_passes`, those before `seq_len`; and none before its sliding window.
+        soft_cap: fp32, times log2 e; read where `has_soft_cap`.
         biases: (query_bias, first_row, count), see `bias_of_block`.
-        COLUMNS: `ColumnConstants`.
+        DECODE: `DecodeConstants` of decode.py.
     """
+    BLOCK: tl.constexpr = DECODE.ring_block
+    RECENT: tl.constexpr = DECODE.recent
+    SLIDING_WINDOW: tl.constexpr = DECODE.sliding_window
+    HAS_SOFT_CAP: tl.constexpr = DECODE.has_soft_cap
+    COLUMNS: tl.constexpr = DECODE.columns
+    LAYOUT: tl.constexpr = DECODE.layout
     GROUPS: tl.constexpr = len(LAYOUT.key_vector.groups)
     TILE_COLUMNS: tl.constexpr = COLUMNS.tile
     MEAN_BLOCKS: tl.constexpr = COLUMNS.mean_blocks
@@ -242,7 +244,7 @@ def attend_ring(
                 scores = add_first_bias(scores, token, query_bias, first_row, count, 1.0, COLUMNS)
         if HAS_SOFT_CAP:
             scores = soft_cap * (1 - 2 / (tl.exp2(scores * (2 * _LOG2_E / soft_cap)) + 1))
-        if HAS_PASSES:
+        if DECODE.has_passes:
             visible = ((token < seq_len) & (token >= seq_len - RECENT))[:, None]
             if SLIDING_WINDOW > 0:
                 visible &= token[:, None] >= limit[None, :] - SLIDING_WINDOW
