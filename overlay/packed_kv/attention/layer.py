@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
@@ -122,11 +121,6 @@ class GraphStep(NamedTuple):
     store_rest: Any
 
 
-@functools.cache
-def _side_stream(device: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device)
-
-
 class PairAttention:
     """Attention of a layer whose tokens are all in this rank's pages."""
 
@@ -179,15 +173,9 @@ class PairAttention:
         key = StepKey("mixed graph", decode.kind, window=window.metadata if window else None)
         step = metadata.steps.get(key, lambda: self._prepare_graph(batch, ring))
         store.write_in_graph(step.store, batch)
-        main = torch.cuda.current_stream()
-        side = _side_stream(main.device)
-        side.wait_stream(main)
-        with torch.cuda.stream(side):  # the kernels of decodes write no row of a chunk
-            lse = prefill.attend_chunks_in_graph(batch, step.chunk_start)
         decode.attend(step.decode, batch.cache, (batch.query,), ring, batch.output)
         over_prefixes = decode.attend_prefixes(step.decode, batch.cache, ring)
-        main.wait_stream(side)
-        prefill.add_prefixes_in_graph(batch, over_prefixes, lse)
+        prefill.attend_in_graph(batch, step.chunk_start, over_prefixes)
         if step.store_rest is not None:
             store.write_in_graph(step.store_rest, batch)
 

@@ -154,7 +154,7 @@ class FlashPrefill(PrefillKernel["Batch"]):
         self._attend_prefixes(query, batch.cache, step, output, lse, ring)
         self._add_sinks(output, lse)
 
-    def attend_chunks_in_graph(self, batch: Batch, chunk_start: torch.Tensor) -> torch.Tensor:
+    def attend_in_graph(self, batch: Batch, chunk_start: torch.Tensor, over_prefixes: OverPrefixes) -> None:
         """Fill `batch.output` for the chunks of a step whose batch only the device knows; rows of decodes stay, padding
         becomes 0.
 
@@ -169,19 +169,15 @@ class FlashPrefill(PrefillKernel["Batch"]):
         assert batch.key is not None and batch.value is not None and not self.pads
         tokens = batch.metadata.num_actual_tokens
         query, key, value, output = (x[:tokens] for x in (batch.query, batch.key, batch.value, batch.output))
-        sliding_window = self.options.sliding_window
+        kinds, sliding_window = over_prefixes.passes.row_kinds, self.options.sliding_window
+        assert kinds is not None
         _, lse = self.flash_attention.function(
             query, key, value, cu_seqlens_q=chunk_start, cu_seqlens_k=chunk_start, max_seqlen_q=tokens,
             max_seqlen_k=tokens, softmax_scale=self.options.scale, causal=True,
             window_size=[-1 if sliding_window is None else sliding_window - 1, 0],
             softcap=self.options.logits_soft_cap or 0.0, return_softmax_lse=True, out=output, num_splits=1,
         )  # fmt: skip
-        return lse
-
-    def add_prefixes_in_graph(self, batch: Batch, over_prefixes: OverPrefixes, lse: torch.Tensor) -> None:
-        output, part = batch.output[: batch.metadata.num_actual_tokens], over_prefixes.output
-        kinds = over_prefixes.passes.row_kinds
-        assert kinds is not None
+        part = over_prefixes.output
         self._combine(output, part.shape[2], are_all=False).combine(output, lse, part, over_prefixes.lse.T, kinds)
         self._add_sinks(output, lse, kinds)
 
