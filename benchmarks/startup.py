@@ -21,6 +21,7 @@ from __future__ import annotations
 import argparse
 import cProfile
 import json
+import math
 import multiprocessing
 import os
 import sys
@@ -131,9 +132,10 @@ def time_steps(seconds: dict[str, float]) -> None:
 
 @dataclass
 class Captures:
-    """Seconds that vLLM's model runner takes to capture CUDA graphs, and their memory in bytes."""
+    """Seconds that vLLM's second model runner takes to capture CUDA graphs, and their memory in bytes; nan and 0 where
+    another one does."""
 
-    seconds: float = 0.0
+    seconds: float = math.nan
     memory: int = 0
 
     def watch(self) -> None:
@@ -144,8 +146,7 @@ class Captures:
         def timed(*args: Any, **options: Any) -> int:
             begun = time.monotonic()
             memory: int = capture(*args, **options)
-            self.seconds += time.monotonic() - begun
-            self.memory += memory
+            self.seconds, self.memory = time.monotonic() - begun, memory
             return memory
 
         GPUModelRunner.capture_model = timed
@@ -200,7 +201,8 @@ def measure(name: str, started: float, model: Path, options: argparse.Namespace)
     return {
         "first_token_s": f"{total:.2f}", "import_s": f"{imported:.2f}",
         **{name: f"{value:.2f}" for name, value in seconds.items()},
-        "graphs_s": f"{captures.seconds:.2f}", "graphs_gib": f"{captures.memory / 2**30:.2f}",
+        "graphs_s": "" if math.isnan(captures.seconds) else f"{captures.seconds:.2f}",
+        "graphs_gib": "" if math.isnan(captures.seconds) else f"{captures.memory / 2**30:.2f}",
         "other_s": f"{ready - imported - sum(seconds.values()):.2f}", "first_request_s": f"{first:.2f}",
         "later_requests_s": f"{later:.2f}",
         "kernels_compiled": len(kernels.compiled), "compile_s": f"{sum(took for *_, took in kernels.compiled):.2f}",
@@ -334,6 +336,8 @@ def main() -> int:
     add("--fork", action="store_true", help="import PyTorch and vLLM once")
     add("--trees", nargs="+", type=tree_of, default=[], metavar="COMMIT=FOLDER", help="of the package, in turn")
     options = parser.parse_args()
+    if not options.compile and (options.all_graphs or any(workers.split_mode(name)[1] for name in options.dtypes)):
+        parser.error("--all-graphs and modes of CUDA graphs need --compile")
     trees = dict(options.trees) or {options.commit or rows.commit_here(): ""}
     ended_well = True
     with tempfile.TemporaryDirectory() as folder:

@@ -420,6 +420,10 @@ def test_a_warm_start_has_the_model_of_the_cold_one(monkeypatch: pytest.MonkeyPa
     options = ["--dtypes", "auto", "tq4", "--commit", "abc1234", "--caches", str(tmp_path)]
     monkeypatch.setattr(sys, "argv", ["startup.py", *options])
     assert startup.main() == 1, "no worker printed a row"
+    for more in (["--all-graphs"], ["--dtypes", "tq4:MIXED"]):
+        monkeypatch.setattr(sys, "argv", ["startup.py", *options, *more])
+        with pytest.raises(SystemExit):
+            startup.main()
     cold, warm, *other = models
     assert cold == warm and len(other) == 2 and {*other}.isdisjoint({cold})
     config = json.loads(Path(startup._model(cold, startup.config_of(None, 3)), "config.json").read_text())

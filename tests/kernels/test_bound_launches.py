@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from packed_kv.attention import decode, fused_prefix, prefill, triton_store
+from packed_kv.attention import decode, fused_prefix, prefill, triton_store, window_prefix
 from packed_kv.attention.latent import prefix as latents
 from packed_kv.attention.layer import PairKernels
 from packed_kv.attention.step import StepCache
@@ -273,6 +273,22 @@ def of_prefixes(monkeypatch: pytest.MonkeyPatch) -> tuple[Binder, Callable[..., 
     return binder, attend, {"cache": cache_of(), "ring": cache_of(), "output": heads(4)}
 
 
+def of_windows(monkeypatch: pytest.MonkeyPatch) -> tuple[Binder, Callable[..., None], dict[str, torch.Tensor]]:
+    binder, bound = Binder(), Launches()
+    for name in ("DecodeLaunch", "MergeLaunch"):
+        monkeypatch.setattr(window_prefix, name, binder)
+    layer: Any = object.__new__(window_prefix.WindowPrefix)
+    layer.shape, layer.limits = decode.DecodeShape(2, 2, 32), SimpleNamespace(tokens=1)
+    layer.page = layer.from_rotated = layer.means = None
+    step = StepLaunch((1, 1, 1), Arguments())
+
+    def attend(cache: torch.Tensor, ring: torch.Tensor, output: torch.Tensor) -> None:
+        results: Any = SimpleNamespace(output=output)
+        layer.attend(window_prefix.WindowStep(results, (), step, step), bound, cache, Ring(ring, ring, ring, 8))
+
+    return binder, attend, {"cache": cache_of(), "ring": cache_of(), "output": heads(4)}
+
+
 def of_gather(monkeypatch: pytest.MonkeyPatch) -> tuple[Binder, Callable[..., None], dict[str, torch.Tensor]]:
     binder = Binder()
     for name in ("GatherLaunch", "GatherRingLaunch", "UnrotateLaunch"):
@@ -305,7 +321,7 @@ def of_latents(monkeypatch: pytest.MonkeyPatch) -> tuple[Binder, Callable[..., N
     return binder, gather, {"cache": cache_of(), "ring": cache_of(), "rows": heads(1)}
 
 
-BOUND = (of_store, of_decode, of_prefixes, of_gather, of_latents)
+BOUND = (of_store, of_decode, of_prefixes, of_windows, of_gather, of_latents)
 
 
 @pytest.mark.parametrize("make", BOUND, ids=lambda make: make.__name__.removeprefix("of_"))

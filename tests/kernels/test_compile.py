@@ -218,7 +218,7 @@ def test_decode_stays_in_registers(name, arch):
 
 
 def test_passes_over_a_window_stay_in_registers():
-    """Of gpt-oss's heads, with means; in tiles of 32 columns, as passes of 64 take."""
+    """Of heads of 64 channels, with means; in tiles of 32 columns, as passes of 64 take."""
     cases = [
         decode_case(FORMATS[name], 90, 64, ring_block=8, mean_blocks=8, columns=32, keeps_first=True)
         for name in ("tq4", "turboquant25")
@@ -374,15 +374,15 @@ def unrotate_case(head_dim: int) -> Case:
     )  # fmt: skip
 
 
-def sinks_case() -> Case:
+def sinks_case(are_all: bool = True) -> Case:
     return Case(
         kernel="packed_kv.kernels.triton.combine:_sinks_kernel",
         arch=90,
         types=dict(
-            output="*bf16", lse="*fp32", row_kinds="*i32", lse_stride="i32", sinks="*bf16", output_token_stride="i32",
-            output_head_stride="i32",
+            output="*bf16", lse="*fp32", row_kinds="*fp32" if are_all else "*i32", lse_stride="i32", sinks="*bf16",
+            output_token_stride="i32", output_head_stride="i32",
         ),
-        constants=dict(OUTPUT=combine.OutputConstants(64, 64, 64, 64), ARE_ALL=False),
+        constants=dict(OUTPUT=combine.OutputConstants(64, 64, 64, 64), ARE_ALL=are_all),
         options=dict(num_warps=4),
         unaligned=("lse", "row_kinds", "lse_stride"),
     )  # fmt: skip
@@ -475,7 +475,14 @@ def test_what_stands_around_decode_stays_in_registers():
         *((tile, 90, True, False, 192) for tile in ((8, 8), (128, 1))),
     ]
     cases = [merge_case(*key) for key in merges]
-    cases += [rotate_query_case(), sinks_case(), share_case(), plan_ring_case(), gather_ring_case()]
+    cases += [
+        rotate_query_case(),
+        sinks_case(),
+        sinks_case(are_all=False),
+        share_case(),
+        plan_ring_case(),
+        gather_ring_case(),
+    ]
     cases += [plan_mixed_case(), combine_case()]
     cases += [unrotate_case(head_dim) for head_dim in (128, 256)]
     schedules = [(66, True), (256, False), (256, True)]
@@ -484,6 +491,7 @@ def test_what_stands_around_decode_stays_in_registers():
         *merges,
         "rotate_query",
         "sinks",
+        "sinks of chunks",
         "share",
         "plan_ring",
         "gather_ring",

@@ -221,18 +221,20 @@ def window_layer() -> WindowLayer:
     ("has_ring", "shares_cache"), [(True, False), (False, False), (False, True)], ids=["ring", "no_ring", "shared"]
 )
 @pytest.mark.parametrize(
-    ("major", "options"),
+    ("major", "options", "mixed_graphs"),
     [
-        (8, {}),
-        (9, {}),
-        (9, {"sinks": torch.zeros(HEADS, device=DEVICE)}),
-        (9, {"sinks": torch.zeros(HEADS, device=DEVICE), "sliding_window": 24}),
+        (8, {}, False),
+        (9, {}, False),
+        (9, {"sinks": torch.zeros(HEADS, device=DEVICE)}, False),
+        (9, {"sinks": torch.zeros(HEADS, device=DEVICE), "sliding_window": 24}, False),
+        (9, {"sinks": torch.zeros(HEADS, device=DEVICE), "sliding_window": 24}, True),
     ],
-    ids=["ampere", "hopper", "sinks", "window"],
+    ids=["ampere", "hopper", "sinks", "window", "window in graphs"],
 )
 def test_profiling_compiles_what_steps_launch(
-    major: int, options: dict[str, Any], has_ring: bool, shares_cache: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    major: int, options: dict[str, Any], mixed_graphs: bool, has_ring: bool, shares_cache: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
     """Steps of new prompts, decodes of any number, and mixed steps launch no variant that was not noted.
 
     On a GPU the card is its own: Triton keeps the architecture that a kernel is first noted for, in the whole process.
@@ -262,8 +264,8 @@ def test_profiling_compiles_what_steps_launch(
     codec = PagedCodec(FORMATS["tq4"], HEAD_DIM, device=DEVICE)
     shard = ContextShard()
     attention = AttentionOptions(HEAD_DIM**-0.5, **options)
-    served = layer(codec, shard, None, attention, in_pytorch=False, max_tokens=64)
-    if "sliding_window" in options:  # as graphs have passes, so that a step launches what they do
+    served = layer(codec, shard, None, attention, in_pytorch=False, max_tokens=64, mixed_graphs=mixed_graphs)
+    if mixed_graphs:  # as graphs have passes, so that a step launches what they do
         decode = served.kernels.decode
         decode.pass_limits = decode.pass_limits._replace(each=2)
     window = window_layer() if has_ring else None

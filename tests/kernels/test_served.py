@@ -71,7 +71,7 @@ def random_question(numbers: random.Random) -> tuple[Engine, Pairs | Latents]:
     if numbers.random() < 0.4:
         return engine, Latents(fmt, usually(512, 256), usually(64, 32, 160), usually(16, 5, 64))
     head_dim, value_dim = usually((128, 128), (64, 64), (80, 80), (256, 256), (192, 128), (288, 288))
-    options = usually(None, 64), usually(None, 30.0), usually(False, True)
+    options = usually(None, 64, 64, 300), usually(None, 30.0), usually(False, True)
     return engine, Pairs(fmt, head_dim, usually(4, 1, 7, 16, 65), value_dim, *options)
 
 
@@ -123,7 +123,8 @@ def take_kernel(
     monkeypatch.setattr(config, "speculative_config", drafts)
     monkeypatch.setattr(config.scheduler_config, "max_num_seqs", engine.requests)
     monkeypatch.setattr(config.model_config, "dtype", torch.float32 if engine.is_fp32 else torch.bfloat16)
-    monkeypatch.setattr(config, "additional_config", {"packed_kv": {"decode_kernel": engine.option}})
+    options = {"decode_kernel": engine.option, "mixed_graphs": True}
+    monkeypatch.setattr(config, "additional_config", {"packed_kv": options})
     with set_current_vllm_config(config):
         assert limits.engine_of(config) == engine
         if isinstance(layer, Latents):
@@ -146,7 +147,7 @@ def _take_pairs(engine: Engine, layer: Pairs) -> tuple[type, int, Pairs]:
     if not kernels.count_decodes(batch, made.dtype):
         decode = None
     if engine.platform == "cuda" and decode is not None:
-        assert decode.splits.reads_prefixes == served.who_reads_prefixes(engine, layer), (engine, layer)
+        assert decode.splits.reads_prefixes == served.who_reads_prefixes(engine, layer, mixed_graphs=True)
     return type(decode), 0 if decode is None else decode.longest, made.asked()
 
 
@@ -317,7 +318,9 @@ def test_auto_takes_what_was_seen() -> None:
 )
 def test_readers_of_prefixes(layer: dict[str, Any], engine: dict[str, Any], reader: str | None) -> None:
     asked = Pairs(FORMATS["tq4"], **{"head_dim": 64, "group": 8} | layer)
-    assert served.who_reads_prefixes(HOPPER._replace(**{"is_here": False} | engine), asked) == reader
+    asks = HOPPER._replace(**{"is_here": False} | engine)
+    assert served.who_reads_prefixes(asks, asked, mixed_graphs=True) == reader
+    assert served.who_reads_prefixes(asks, asked, mixed_graphs=False) == (CUDA if reader == CUDA else None)
 
 
 def test_a_compiler_that_does_not_know_the_card(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -121,11 +121,12 @@ def layer(
     in_pytorch: bool,
     kernel: str = "auto",
     max_tokens: int = 0,
+    mixed_graphs: bool = False,
 ) -> PairAttention | ranks.ContextParallelAttention:
     shape = (codec, HEADS, 1, options)
     flash = FlashAttention(flash_attention, HEAD_DIM)
     prefill = None if in_pytorch else FlashPrefill(*shape, 64, 8, flash, shard)
-    layout = PairLayout(*shape, Limits(1, 8, max_tokens), shard)
+    layout = PairLayout(*shape, Limits(1, 8, max_tokens, mixed_graphs), shard)
     decode = fused.pair_kernel(layout, fused.rotation_of(layout), kernel)
     store = PairStore(TritonPairStore(codec, 1, decode.splits.rotation), decode.kind)
     kernels = PairKernels(codec, HEADS // shard.ranks, 1, options, store, decode, prefill, shard)

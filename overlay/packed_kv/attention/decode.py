@@ -139,7 +139,9 @@ class PairWorkspace:
             "cuda", self.generation.capability, option, longest_decode=limits.longest_decode,
             requests=limits.max_requests, ranks=layer.shard.ranks, is_here=layer.codec.key.device.type == "cuda",
         )  # fmt: skip
-        return who_reads_prefixes(engine, layer.asked()) if limits.max_tokens else None
+        if not limits.max_tokens:
+            return None
+        return who_reads_prefixes(engine, layer.asked(), mixed_graphs=limits.mixed_graphs)
 
     def _prefix_reader(self) -> FusedPrefix | WindowPrefix | None:
         page, limits = self.layer.codec.layout, self.layer.limits

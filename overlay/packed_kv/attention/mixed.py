@@ -11,13 +11,14 @@ from ..formats import FORMATS
 from ..kernels.cuda import LARGE_HEAD
 from ..settings.options import read_options
 from .limits import longest_decode
+from .passes import GRAPH_TOKENS
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
     from .passes import PassLimits
 
-TOKENS = (32, 64, 96, 128, 160, 192, 256, 320, 384, 512, 576, 640, 768, 1024)
+TOKENS = (32, 64, 96, 128, 160, 192, 256, 320, 384, 512, 576, 640, 768, GRAPH_TOKENS)
 """Tokens of the graphs. Longer steps wait for the GPU, not for the host."""
 REQUESTS = (16, 72, 256)
 """Requests of a graph, by its number of tokens: grids have a block for each request and KV head, needed or not."""
@@ -75,6 +76,11 @@ def _lacks(config: VllmConfig, layers: list[Any]) -> str:
     if len(layers) < sum(hasattr(layer, "impl") for layer in _attention_layers(config)):
         return "attention of some layers is not packed"
     kernels = [layer.attention.kernels for layer in layers if layer.attention is not None]
+    if wanted is None and any(made.options.sinks is not None or made.options.sliding_window for made in kernels):
+        return (
+            "over sinks and sliding windows no engine on a GPU has been held against one without: "
+            "packed_kv.mixed_graphs true takes them"
+        )
     limits = [made.decode and made.decode.pass_limits for made in kernels]
     tokens = {each and each.tokens for each in limits}
     if not tokens or None in tokens:
@@ -83,11 +89,6 @@ def _lacks(config: VllmConfig, layers: list[Any]) -> str:
         return "layers differ in their query heads per KV head"
     if any(made.codec.key.head_dim == LARGE_HEAD for made in kernels):
         return f"over heads of {LARGE_HEAD} channels long chunks take too many passes"
-    if wanted is None and any(made.options.sinks is not None or made.options.sliding_window for made in kernels):
-        return (
-            "over sinks and sliding windows no engine on a GPU has been held against one without: "
-            "packed_kv.mixed_graphs true takes them"
-        )
     if any(layer.kv_sharing_target_layer_name is not None for layer in layers):
         return "layers share caches"
     return "" if all(made.prefill is not None for made in kernels) else "no FlashAttention serves the prompts"

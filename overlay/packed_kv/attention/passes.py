@@ -13,6 +13,9 @@ from typing import NamedTuple
 
 import torch
 
+GRAPH_TOKENS = 1024
+"""Tokens of the largest step with prompts that is a whole CUDA graph."""
+
 
 class PassLimits(NamedTuple):
     """The most passes of a chunk (`each`) and of a step (`total`), the query tokens of a pass (`tokens`), the first

@@ -16,7 +16,7 @@ from ..kernels.triton.merge import MergeLaunch, merge_tile
 from ..layout import PageLayout
 from .fused_prefix import row_limit
 from .limits import Limits
-from .passes import OverPrefixes, PassLimits, PrefixPasses
+from .passes import GRAPH_TOKENS, OverPrefixes, PassLimits, PrefixPasses
 from .protocols import Memory, PrefixBatch, PrefixReader, PrefixStep
 
 SPLITS = 1
@@ -46,7 +46,7 @@ class WindowPrefix(PrefixReader[WindowStep]):
         self, page: PageLayout, shape: DecodeShape, from_rotated: torch.Tensor, means: Means | None, limits: Limits
     ) -> None:
         self.page, self.shape, self.from_rotated, self.means = page, shape, from_rotated, means
-        tokens, rows = pass_tokens(shape.group), row_limit(shape, limits)
+        tokens, rows = pass_tokens(shape.group), min(GRAPH_TOKENS, row_limit(shape, limits))
         self.limits = PassLimits(0, rows // tokens + limits.max_requests, tokens, rows)
 
     def memory(self, passes: PrefixPasses, dtype: torch.dtype) -> Memory:

@@ -112,13 +112,13 @@ def who_serves(engine: Engine, layer: Pairs | Latents) -> Served:
     return Served(CUDA, longest_of(CUDA, layer, generation_of(engine.capability).cuda_columns))
 
 
-def who_reads_prefixes(engine: Engine, layer: Pairs) -> str | None:
+def who_reads_prefixes(engine: Engine, layer: Pairs, *, mixed_graphs: bool) -> str | None:
     """Return the kernel that reads the prefixes of a layer's chunks in the pages, in passes (`attention/passes.py`):
-    CUDA, TRITON, or None: the prefill route gathers them.
+    CUDA, TRITON, or None: the prefill route gathers them. `mixed_graphs`: whether the option is true.
 
     Prefixes of layers with sinks are like others: a chunk's attention gets its sinks as a whole. Triton's kernel reads
-    those of which a short sliding window leaves few tokens; nobody has timed it over heads of 256 channels, and neither
-    on GPUs where the CUDA kernel lacks some of its columns.
+    those of which a short sliding window leaves few tokens, for steps that are whole CUDA graphs. Nobody has timed it
+    over heads of 256 channels, and neither kernel on GPUs where the CUDA kernel lacks some of its columns.
     """
     if engine.capability is None or engine.is_fp32 or engine.ranks > 1 or engine.option == "triton":
         return None
@@ -128,7 +128,8 @@ def who_reads_prefixes(engine: Engine, layer: Pairs) -> str | None:
         return None
     if not layer.sliding_window:
         return CUDA
-    return TRITON if layer.sliding_window <= SHORT_WINDOW and layer.head_dim != cuda.LARGE_HEAD else None
+    is_short = layer.sliding_window <= SHORT_WINDOW and layer.head_dim != cuda.LARGE_HEAD
+    return TRITON if is_short and mixed_graphs else None
 
 
 def longest_of(kernel: str, layer: Pairs | Latents, columns: int = cuda.COLUMNS) -> int:

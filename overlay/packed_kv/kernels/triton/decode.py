@@ -166,8 +166,6 @@ def _decode_kernel(
         position = seq_len + start - tl.load(seq_lens + request)
     if SLIDING_WINDOW > 0:
         first_visible = tl.maximum(0, position - SLIDING_WINDOW + 1)
-        if HAS_PASSES:
-            first_visible = tl.minimum(first_visible, seq_len)
     first_tile = first_visible // 32
     # The ring's tiles follow the pages' tiles. The ring has the last RECENT tokens that a query sees, from token
     # `recent` on. All splits get equally many tiles: were the ring a split of its own, programs beyond the first wave
@@ -228,8 +226,7 @@ def _decode_kernel(
 
             # Only the tiles at the ends hold tokens that some query does not see, or undefined bytes: a scale of 0
             # makes these 0, not NaN. Only tile 0 holds a key with a mean of its own.
-            least = seq_len if HAS_PASSES else seq_len - count + 1
-            at_end = tile * 32 + 32 > _page_limit(least, recent, RING_BLOCK, RECENT)
+            at_end = tile * 32 + 32 > _page_limit(seq_len - count + 1, recent, RING_BLOCK, RECENT)
             if SLIDING_WINDOW > 0:
                 at_end = at_end | (tile * 32 < (position + count if HAS_PASSES else seq_len) - SLIDING_WINDOW)
             if MEAN_BLOCKS > 0 and (KEEPS_FIRST or not HAS_SOFT_CAP):
@@ -465,8 +462,7 @@ class DecodeLaunch(Launch):
         decode = DecodeConstants(
             ColumnConstants(shape.kv_heads, shape.group, columns, bias.blocks, bias.tiles_a_block, bias.columns),
             shape.sliding_window or 0, bool(soft_cap), cache.shape[2] // 16, ring.cache.shape[2] if ring else 0,
-            # all query tokens of a chunk have the window of its first one, which has its own token in it
-            (ring.window - has_passes) if ring else 0, kernel_layout(page), has_passes,
+            ring.window if ring else 0, kernel_layout(page), has_passes,
         )  # fmt: skip
         super().__init__(
             _decode_kernel, Arguments(layer), dict(DECODE=decode),

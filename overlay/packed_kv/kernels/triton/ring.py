@@ -180,7 +180,7 @@ def attend_ring(queries, sums, ring, tokens, limit, soft_cap, biases, DECODE: tl
             to int32 [ring blocks], the request's table).
         tokens: (first, end, seq_len), int32: first .. end - 1 of the seq_len tokens of the request.
         limit: int32 [columns], the token after a column's own. It sees the `recent` tokens before `limit`, or, with
-            `has_passes`, those before `seq_len`; and none before its sliding window.
+            `has_passes`, all before `seq_len`; and none before its sliding window.
         soft_cap: fp32, times log2 e; read where `has_soft_cap`.
         biases: (query_bias, first_row, count), see `bias_of_block`.
         DECODE: `DecodeConstants` of decode.py.
@@ -245,7 +245,7 @@ def attend_ring(queries, sums, ring, tokens, limit, soft_cap, biases, DECODE: tl
         if HAS_SOFT_CAP:
             scores = soft_cap * (1 - 2 / (tl.exp2(scores * (2 * _LOG2_E / soft_cap)) + 1))
         if DECODE.has_passes:
-            visible = ((token < seq_len) & (token >= seq_len - RECENT))[:, None]
+            visible = (token < seq_len)[:, None]
             if SLIDING_WINDOW > 0:
                 visible &= token[:, None] >= limit[None, :] - SLIDING_WINDOW
         else:
