@@ -16,7 +16,15 @@ from packed_kv.attention.layer import PairAttention, PairKernels
 from packed_kv.attention.layouts import PairLayout
 from packed_kv.attention.limits import Limits
 from packed_kv.attention.metadata import Batch, PackedMetadata
-from packed_kv.attention.passes import OverPrefixes, PassLimits, PrefixPass, PrefixPasses, plan_passes, prefix_passes
+from packed_kv.attention.passes import (
+    GRAPH_TOKENS,
+    OverPrefixes,
+    PassLimits,
+    PrefixPass,
+    PrefixPasses,
+    plan_passes,
+    prefix_passes,
+)
 from packed_kv.attention.prefill import FlashAttention, FlashPrefill
 from packed_kv.attention.store import PairStore
 from packed_kv.attention.triton_store import TritonPairStore
@@ -27,6 +35,7 @@ from packed_kv.kernels.cuda import launch as cuda
 from packed_kv.kernels.cuda import prefix_launch
 from packed_kv.kernels.triton.combine import BEHIND, DECODE, NEW, PADDING
 from packed_kv.kernels.triton.launch import Launch
+from packed_kv.layout import page_layout
 from packed_kv.reference.attention import AttentionOptions
 from packed_kv.window.metadata import WindowMetadata
 from packed_kv.window.slots import fill_slots
@@ -220,6 +229,22 @@ def test_steps(
         else:
             assert relative_rms(output[start:end].double(), expected) < 2e-3
             assert relative_rms(plain[start:end].double(), expected) < 2e-3
+
+
+def test_limits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of passes over a window: none outside of graphs, and rows of the largest graph; of others, by what reads them.
+    Layers whose prefixes are read in another way share no step."""
+    windows, sinks = (
+        layer(PagedCodec(FORMATS["tq4"], 64, device=DEVICE), 8192, **options).kernels.decode
+        for options in ({"sliding_window": 33}, {"sinks": torch.ones(GROUP, device=DEVICE)})
+    )
+    assert windows is not None and sinks is not None and windows.pass_limits is not None
+    assert windows.pass_limits.each == 0 and windows.pass_limits.rows == GRAPH_TOKENS and windows.kind != sinks.kind
+    monkeypatch.setattr(prefix_launch, "PAYS", {"unpackers": 1, "team": 2, "large": 3})
+    found = [
+        prefix_launch.pays(page_layout(FORMATS[name], dim)) for name, dim in (("tq4", 128), ("tq3", 128), ("tq4", 256))
+    ]
+    assert found == [1, 2, 3]
 
 
 def test_plan() -> None:
