@@ -284,7 +284,7 @@ def of_windows(monkeypatch: pytest.MonkeyPatch) -> tuple[Binder, Callable[..., N
 
     def attend(cache: torch.Tensor, ring: torch.Tensor, output: torch.Tensor) -> None:
         results: Any = SimpleNamespace(output=output)
-        layer.attend(window_prefix.WindowStep(results, (), step, step), bound, cache, Ring(ring, ring, ring, 8))
+        layer.attend(window_prefix.WindowPrefixStep(results, (), step, step), bound, cache, Ring(ring, ring, ring, 8))
 
     return binder, attend, {"cache": cache_of(), "ring": cache_of(), "output": heads(4)}
 

@@ -78,7 +78,7 @@ def _lacks(config: VllmConfig, layers: list[Any]) -> str:
     kernels = [layer.attention.kernels for layer in layers if layer.attention is not None]
     if wanted is None and any(made.options.sinks is not None or made.options.sliding_window for made in kernels):
         return (
-            "over sinks and sliding windows no engine on a GPU has been held against one without: "
+            "whole graphs over sinks and sliding windows have not been compared with pieces in an engine on a GPU: "
             "packed_kv.mixed_graphs true takes them"
         )
     limits = [made.decode and made.decode.pass_limits for made in kernels]

@@ -24,14 +24,14 @@ SPLITS = 1
 
 
 @dataclass(frozen=True)
-class WindowStep(PrefixStep):
+class WindowPrefixStep(PrefixStep):
     """The launches of the decode kernel, and of the one that rotates its results back."""
 
     decode: StepLaunch
     merge: StepLaunch
 
 
-class WindowPrefix(PrefixReader[WindowStep]):
+class WindowPrefix(PrefixReader[WindowPrefixStep]):
     """The kernel over prefixes of one layer of pairs with a sliding window, in steps that are whole CUDA graphs: others
     gather what the window leaves. All tokens of the layer are in this rank's pages.
 
@@ -70,15 +70,15 @@ class WindowPrefix(PrefixReader[WindowStep]):
 
     def prepare(
         self, batch: PrefixBatch, rotated: torch.Tensor, bias: torch.Tensor | None, memory: list[torch.Tensor]
-    ) -> WindowStep:
+    ) -> WindowPrefixStep:
         (partial, stats, output, lse), table = memory, batch.passes.table
         tensors = rotated, batch.block_table, table, batch.query_start, partial, stats, bias, batch.ring
         decode = DecodeLaunch.passes(self.shape, self.limits.tokens, *tensors)
         biases = bias if self.shape.bias.keeps_first else None
         merge = MergeLaunch.step(partial, stats, self.shape.group, lse, biases)
-        return WindowStep(OverPrefixes(batch.passes, output, lse), (*tensors, lse), decode, merge)
+        return WindowPrefixStep(OverPrefixes(batch.passes, output, lse), (*tensors, lse), decode, merge)
 
-    def attend(self, step: WindowStep, bound: Launches, cache: torch.Tensor, ring: Ring | None) -> OverPrefixes:
+    def attend(self, step: WindowPrefixStep, bound: Launches, cache: torch.Tensor, ring: Ring | None) -> OverPrefixes:
         output = step.results.output
         apart = output.view(len(output), self.shape.kv_heads, self.shape.group, -1)
         of_ring = None if ring is None else (ring.cache.data_ptr(), ring.cache.stride(), ring.window)
