@@ -230,18 +230,25 @@ def read_tables_always(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(PackedMetadataBuilder, "build", with_tables)
 
 
+def serve_again(llm: LLM, replayed: Counter, monkeypatch: pytest.MonkeyPatch) -> list[Line]:
+    """Return what follows all prompts: the same in `REPLAYS` replays and more, of which the last are held against
+    others (`Repeats`)."""
+    lines, _ = serve(llm)
+    assert len(replayed) > 3, replayed
+    while sum(replayed.values()) < REPLAYS:
+        assert serve(llm)[0] == lines
+    with monkeypatch.context() as patches:
+        repeats = Repeats(llm, patches)
+        assert serve(llm)[0] == lines
+        repeats.check()
+    return lines
+
+
 @pytest.mark.parametrize("name", ["tq4", "turboquant25"])
 def test_tokens(name: str, demo_model: str, replayed: Counter, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of the ordinary route, and of the graphs' own without graphs; again and again with the same bits."""
     with engine(demo_model, name, compilation_config=graphs("FULL_AND_PIECEWISE"), **OPTIONS) as llm:
-        lines, _ = serve(llm)
-        assert len(replayed) > 3, replayed
-        while sum(replayed.values()) < REPLAYS:
-            assert serve(llm)[0] == lines
-        with monkeypatch.context() as patches:
-            repeats = Repeats(llm, patches)
-            assert serve(llm)[0] == lines
-            repeats.check()
+        lines = serve_again(llm, replayed, monkeypatch)
     off = {"additional_config": {"packed_kv": {"mixed_graphs": False}}}
     before = replayed.copy()
     with engine(demo_model, name, compilation_config=graphs("FULL_AND_PIECEWISE"), **OPTIONS | off) as llm:
@@ -265,14 +272,7 @@ def test_windows_and_sinks(
     options = OPTIONS | {"skip_tokenizer_init": True, "dtype": "bfloat16"}
     options |= {"additional_config": {"packed_kv": {"mixed_graphs": True}}}
     with engine(model, name, compilation_config=graphs("FULL_AND_PIECEWISE"), **options) as llm:
-        lines, _ = serve(llm)
-        assert len(replayed) > 3, replayed
-        while sum(replayed.values()) < REPLAYS:
-            assert serve(llm)[0] == lines
-        with monkeypatch.context() as patches:
-            repeats = Repeats(llm, patches)
-            assert serve(llm)[0] == lines
-            repeats.check()
+        serve_again(llm, replayed, monkeypatch)
 
 
 @pytest.mark.parametrize(
