@@ -232,14 +232,17 @@ def test_steps(
 
 
 def test_limits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of passes over a window: none outside of graphs, and rows of the largest graph; of others, by what reads them.
-    Layers whose prefixes are read in another way share no step."""
+    """Of passes over a window: none outside of graphs, and rows of the largest graph; of others, by what reads them,
+    and as many as have the same partial results. Layers whose prefixes are read in another way share no step."""
     windows, sinks = (
         layer(PagedCodec(FORMATS["tq4"], 64, device=DEVICE), 8192, **options).kernels.decode
         for options in ({"sliding_window": 33}, {"sinks": torch.ones(GROUP, device=DEVICE)})
     )
     assert windows is not None and sinks is not None and windows.pass_limits is not None
     assert windows.pass_limits.each == 0 and windows.pass_limits.rows == GRAPH_TOKENS and windows.kind != sinks.kind
+    for head_dim, total in ((128, 2048), (256, 1024)):
+        decode = layer(PagedCodec(FORMATS["tq4"], head_dim, device=DEVICE), 8192).kernels.decode
+        assert decode is not None and decode.pass_limits is not None and decode.pass_limits.total == total
     monkeypatch.setattr(prefix_launch, "PAYS", {"unpackers": 1, "team": 2, "large": 3})
     found = [
         prefix_launch.pays(page_layout(FORMATS[name], dim)) for name, dim in (("tq4", 128), ("tq3", 128), ("tq4", 256))

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from ..codecs.ring import Ring
-from ..kernels.cuda import COLUMNS, grids, pass_tokens
+from ..kernels.cuda import COLUMNS, LARGE_HEAD, grids, pass_tokens
 from ..kernels.cuda import prefix_launch as cuda_prefix
 from ..kernels.triton.decode import DecodeShape
 from ..kernels.triton.launch import Launches
@@ -22,7 +22,7 @@ ROW_BYTES = 32 << 20
 of 128 channels. Chunks beyond it take the prefill route, so in most models the workspace is no larger than that
 route's."""
 PAIRS = 2048
-"""The most (pass, KV head) pairs of a step: 82 MB of partial results with 128 channels, 149 MB with 256."""
+"""The most (pass, KV head) pairs of a step: 82 MB of partial results with 128 channels. Heads of 256 have half."""
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,8 @@ class FusedPrefix(PrefixReader[FusedStep]):
 def pass_limits(page: PageLayout, shape: DecodeShape, limits: Limits) -> PassLimits:
     """Return the most passes over prefixes that a step of a layer may have. `page`: layout of the cache."""
     tokens, rows = pass_tokens(shape.group), row_limit(shape, limits)
-    total = min(rows // tokens + limits.max_requests, max(1, PAIRS // shape.kv_heads))
+    pairs = PAIRS if shape.head_dim < LARGE_HEAD else PAIRS // 2
+    total = min(rows // tokens + limits.max_requests, max(1, pairs // shape.kv_heads))
     pays = cuda_prefix.pays(page)
     return PassLimits(pays.passes, total, tokens, rows, -(-pays.channels // (shape.kv_heads * shape.head_dim)))
 
