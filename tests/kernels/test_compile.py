@@ -224,7 +224,7 @@ def test_passes_over_a_window_stay_in_registers():
         for name in ("tq4", "turboquant25")
     ]
     for case in cases:
-        own = dict(sliding_window=128, recent=63, has_passes=True)
+        own = dict(sliding_window=128, recent=64, has_passes=True)
         case.constants["DECODE"] = case.constants["DECODE"]._replace(**own)
     for resources in compile_kernels(cases):
         assert not local_memory_in_the_loop(resources) and resources.stack_bytes <= 16
