@@ -218,7 +218,7 @@ def test_decode_stays_in_registers(name, arch):
 
 
 def test_passes_over_a_window_stay_in_registers():
-    """Of heads of 64 channels, with means; in tiles of 32 columns, as passes of 64 take."""
+    """The variant has heads of 64 channels, means, and tiles of 32 columns, two for a pass of 64."""
     cases = [
         decode_case(FORMATS[name], 90, 64, ring_block=8, mean_blocks=8, columns=32, keeps_first=True)
         for name in ("tq4", "turboquant25")
@@ -475,14 +475,8 @@ def test_what_stands_around_decode_stays_in_registers():
         *((tile, 90, True, False, 192) for tile in ((8, 8), (128, 1))),
     ]
     cases = [merge_case(*key) for key in merges]
-    cases += [
-        rotate_query_case(),
-        sinks_case(),
-        sinks_case(are_all=False),
-        share_case(),
-        plan_ring_case(),
-        gather_ring_case(),
-    ]
+    cases += [rotate_query_case(), sinks_case(), sinks_case(are_all=False), share_case()]
+    cases += [plan_ring_case(), gather_ring_case()]
     cases += [plan_mixed_case(), combine_case()]
     cases += [unrotate_case(head_dim) for head_dim in (128, 256)]
     schedules = [(66, True), (256, False), (256, True)]

@@ -232,8 +232,8 @@ def test_steps(
 
 
 def test_limits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of passes over a window: none outside of graphs, and rows of the largest graph; of others, by what reads them,
-    and as many as have the same partial results. Layers whose prefixes are read in another way share no step."""
+    """Passes over a window are for graphs alone, up to the rows of the largest; other passes are limited by the kernel
+    that reads them and by their partial results. Layers whose prefixes are read in another way share no step."""
     windows, sinks = (
         layer(PagedCodec(FORMATS["tq4"], 64, device=DEVICE), 8192, **options).kernels.decode
         for options in ({"sliding_window": 33}, {"sinks": torch.ones(GROUP, device=DEVICE)})

@@ -28,7 +28,8 @@ from .choice import find_kernel
 from .fused_prefix import FusedPrefix
 from .layouts import PairLayout
 from .passes import OverPrefixes
-from .protocols import DecodeBatch, DecodeKernel, PrefixBatch, PrefixReader, PrefixStep
+from .prefix_reader import PrefixReader, PrefixStep
+from .protocols import DecodeBatch, DecodeKernel, PrefixBatch
 from .window_prefix import WindowPrefix
 
 
@@ -135,12 +136,12 @@ class PairWorkspace:
 
     def _who_reads_prefixes(self, option: str) -> str | None:
         layer, limits = self.layer, self.layer.limits
+        if not limits.max_tokens:
+            return None
         engine = Engine(
             "cuda", self.generation.capability, option, longest_decode=limits.longest_decode,
             requests=limits.max_requests, ranks=layer.shard.ranks, is_here=layer.codec.key.device.type == "cuda",
         )  # fmt: skip
-        if not limits.max_tokens:
-            return None
         return who_reads_prefixes(engine, layer.asked(), mixed_graphs=limits.mixed_graphs)
 
     def _prefix_reader(self) -> FusedPrefix | WindowPrefix | None:

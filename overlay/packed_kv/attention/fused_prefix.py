@@ -11,16 +11,12 @@ from ..codecs.ring import Ring
 from ..kernels.cuda import COLUMNS, LARGE_HEAD, grids, pass_tokens
 from ..kernels.cuda import prefix_launch as cuda_prefix
 from ..kernels.triton.decode import DecodeShape
-from ..kernels.triton.launch import Launches
 from ..layout import PageLayout
 from .limits import Limits
 from .passes import OverPrefixes, PassLimits, PrefixPasses
-from .protocols import Memory, PrefixBatch, PrefixReader, PrefixStep
+from .prefix_reader import Memory, PrefixReader, PrefixStep, row_limit
+from .protocols import PrefixBatch
 
-ROW_BYTES = 32 << 20
-"""Limit in bytes of a step's rotated queries for passes, of their results, and of their biases: 4,096 rows of 32 heads
-of 128 channels. Chunks beyond it take the prefill route, so in most models the workspace is no larger than that
-route's."""
 PAIRS = 2048
 """The most (pass, KV head) pairs of a step: 82 MB of partial results with 128 channels. Heads of 256 have half."""
 
@@ -34,7 +30,7 @@ class FusedStep(PrefixStep):
 
 
 class FusedPrefix(PrefixReader[FusedStep]):
-    """The kernel over prefixes of one layer of pairs. All tokens of the layer are in this rank's pages.
+    """The CUDA kernel over prefixes.
 
     Args:
         page: layout of the cache.
@@ -49,29 +45,16 @@ class FusedPrefix(PrefixReader[FusedStep]):
         self.limits = pass_limits(page, shape, limits)
         self.schedules = cuda_prefix.PrefixSchedules(self.limits.total, inputs, matrix.device)
 
-    def memory(self, passes: PrefixPasses, dtype: torch.dtype) -> Memory:
-        return self._memory(passes.rows, self.items(passes), dtype)
-
-    def most_memory(self) -> Memory:
-        return self._memory(self.limits.rows, self.schedules.items, torch.bfloat16)  # any of 2 bytes
-
     def compile(self) -> None:
         self.schedules.compile()
 
-    def _memory(self, rows: int, items: int, dtype: torch.dtype) -> Memory:
-        """Return partial results and their softmax state, the output and its log-sum-exps."""
-        shape, partial = self.shape, (items, self.shape.kv_heads, COLUMNS)
-        heads = shape.kv_heads * shape.group
-        return [
-            ((*partial, shape.head_dim), torch.float32),
-            ((*partial, 2), torch.float32),
-            ((rows, heads, shape.head_dim), dtype),
-            ((rows, heads), torch.float32),
-        ]
+    def memory(self, passes: PrefixPasses, dtype: torch.dtype) -> Memory:
+        items = cuda_prefix.prefix_grid(len(passes.table), self.grid_inputs, passes.filled).items
+        return self._memory((items, self.shape.kv_heads, COLUMNS), passes.rows, dtype)
 
-    def items(self, passes: PrefixPasses) -> int:
-        """Return the work items of each KV head."""
-        return cuda_prefix.prefix_grid(len(passes.table), self.grid_inputs, passes.filled).items
+    def most_memory(self) -> Memory:
+        partial = self.schedules.items, self.shape.kv_heads, COLUMNS
+        return self._memory(partial, self.limits.rows, torch.bfloat16)  # any of 2 bytes
 
     def prepare(
         self, batch: PrefixBatch, rotated: torch.Tensor, bias: torch.Tensor | None, memory: list[torch.Tensor]
@@ -82,15 +65,6 @@ class FusedPrefix(PrefixReader[FusedStep]):
         arguments = cuda_prefix.prefix_arguments(*tensors)
         return FusedStep(OverPrefixes(batch.passes, output, lse), tensors, len(schedule), arguments)
 
-    def attend(self, step: FusedStep, bound: Launches, cache: torch.Tensor, ring: Ring | None) -> OverPrefixes:
-        output = step.results.output
-        apart = output.view(len(output), self.shape.kv_heads, self.shape.group, -1)
-        of_ring = None if ring is None else (ring.cache.data_ptr(), ring.cache.stride(), ring.window)
-        binding_key = cache.data_ptr(), cache.stride(), of_ring, output.stride(), output.dtype
-        launch = bound.get("prefixes", binding_key, lambda: self._bind(cache, ring, apart))
-        launch(step.items, step.arguments, apart)
-        return step.results
-
     def _bind(self, cache: torch.Tensor, ring: Ring | None, output: torch.Tensor) -> cuda_prefix.CudaPrefix:
         """Bind the kernel. Its counters become 0; `CudaPairs._bind` says why no step has to reset them."""
         counters, tiles = self.schedules.counters, self.shape.bias.tiles_a_block if self.shape.bias.blocks else None
@@ -100,6 +74,9 @@ class FusedPrefix(PrefixReader[FusedStep]):
         launch.compile_variants()
         return launch
 
+    def _launch(self, launches: cuda_prefix.CudaPrefix, step: FusedStep, output: torch.Tensor) -> None:
+        launches(step.items, step.arguments, output)
+
 
 def pass_limits(page: PageLayout, shape: DecodeShape, limits: Limits) -> PassLimits:
     """Return the most passes over prefixes that a step of a layer may have. `page`: layout of the cache."""
@@ -108,9 +85,3 @@ def pass_limits(page: PageLayout, shape: DecodeShape, limits: Limits) -> PassLim
     total = min(rows // tokens + limits.max_requests, max(1, pairs // shape.kv_heads))
     pays = cuda_prefix.pays(page)
     return PassLimits(pays.passes, total, tokens, rows, -(-pays.channels // (shape.kv_heads * shape.head_dim)))
-
-
-def row_limit(shape: DecodeShape, limits: Limits) -> int:
-    """Return the first rows of a batch that passes may cover."""
-    bias_bytes = 4 * shape.bias.columns if shape.bias.blocks else 0
-    return min(limits.max_tokens, ROW_BYTES // (shape.kv_heads * shape.group * max(2 * shape.head_dim, bias_bytes)))

@@ -44,8 +44,8 @@ class PrefixPasses:
     of the requests whose prefixes are read. `runs`: runs of neighbouring rows of these requests. `rows`: number of rows
     up to the last of them.
 
-    In a CUDA graph the device refills the table in each replay: then `row_kinds`, int32 [rows], are those of
-    `MixedTables`, `runs` are all rows, and `filled` is the number of passes of a step with one long chunk."""
+    In a CUDA graph the device refills the table in each replay: then `row_kinds`, int32 [rows], is the table of this
+    name of `MixedTables`, `runs` are all rows, and `filled` is the number of passes of a step with one long chunk."""
 
     table: torch.Tensor
     requests: frozenset[int]

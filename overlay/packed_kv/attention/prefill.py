@@ -249,7 +249,7 @@ class FlashPrefill(PrefillKernel["Batch"]):
             combine.combine(output[rows], lse[:, rows], over_prefixes.output[run], over_prefixes.lse[run].T)
 
     def _add_sinks(self, output: torch.Tensor, lse: torch.Tensor, row_kinds: torch.Tensor | None = None) -> None:
-        """Let rows share their weights with the heads' sinks, if there are any; of `row_kinds`, those of chunks."""
+        """Let rows share their weights with the heads' sinks, if there are any; with `row_kinds`, only chunks' rows."""
         if (sinks := self.options.sinks) is None:
             return
         binding_key = (output.stride(), output.dtype, sinks.data_ptr(), sinks.dtype)

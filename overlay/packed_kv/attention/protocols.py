@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias, TypeVar, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar, cast
 
 if TYPE_CHECKING:
     import torch
@@ -21,9 +21,6 @@ if TYPE_CHECKING:
 Step = TypeVar("Step")
 Result = TypeVar("Result", covariant=True)
 Prefilled = TypeVar("Prefilled", contravariant=True)
-Read = TypeVar("Read")
-Memory: TypeAlias = "list[tuple[tuple[int, ...], torch.dtype]]"
-"""Shapes and dtypes of tensors in the workspace."""
 
 
 @dataclass(frozen=True)
@@ -186,44 +183,6 @@ class DecodeKernel(LayerKernel, Protocol[Step, Result]):
     def batches_to_compile(self) -> list[tuple[int, int]]:
         """Return (requests, query tokens of each) of steps that together launch all variants of the kernel."""
         return []
-
-
-@dataclass(frozen=True)
-class PrefixStep:
-    """A step's results of passes; `tensors` keeps tensors alive whose addresses are arguments of its launches."""
-
-    results: OverPrefixes
-    tensors: tuple[Any, ...]
-
-
-class PrefixReader(Protocol[Read]):
-    """Reads the prefixes of chunks in the pages, in passes: `FusedPrefix`, `WindowPrefix`."""
-
-    limits: PassLimits
-
-    def memory(self, passes: PrefixPasses, dtype: torch.dtype) -> Memory:
-        """Return the workspace for a step's passes. `dtype`: of the output."""
-
-    def most_memory(self) -> Memory:
-        """Return the workspace that is enough for any step."""
-
-    def compile(self) -> None:
-        """Compile what `prepare` launches."""
-
-    def prepare(
-        self, batch: PrefixBatch, rotated: torch.Tensor, bias: torch.Tensor | None, memory: list[torch.Tensor]
-    ) -> Read:
-        """Return the step of a batch's passes.
-
-        Args:
-            batch: with at least one pass.
-            rotated: fp16 [rows or more, KV heads, group, head_dim], queries from the batch's first on.
-            bias: biases of these queries, or None; see `RotateQueryLaunch`.
-            memory: of the shapes and dtypes that `memory` returned.
-        """
-
-    def attend(self, step: Read, bound: Launches, cache: torch.Tensor, ring: Ring | None) -> OverPrefixes:
-        """See `DecodeKernel.attend_prefixes`. `bound`: launches of the layer."""
 
 
 class PrefillKind(NamedTuple):

@@ -116,8 +116,8 @@ def who_reads_prefixes(engine: Engine, layer: Pairs, *, mixed_graphs: bool) -> s
     """Return the kernel that reads the prefixes of a layer's chunks in the pages, in passes (`attention/passes.py`):
     CUDA, TRITON, or None: the prefill route gathers them. `mixed_graphs`: whether the option is true.
 
-    Prefixes of layers with sinks are like others: a chunk's attention gets its sinks as a whole. Triton's kernel reads
-    those of which a short sliding window leaves few tokens, for steps that are whole CUDA graphs. Nobody has timed it
+    Layers with sinks are like others here: a chunk's attention gets its sinks as a whole. Triton's kernel reads the few
+    tokens of a prefix that a short sliding window leaves, for steps that are whole CUDA graphs. Nobody has timed it
     over heads of 256 channels, and neither kernel on GPUs where the CUDA kernel lacks some of its columns.
     """
     if engine.capability is None or engine.is_fp32 or engine.ranks > 1 or engine.option == "triton":

@@ -471,17 +471,10 @@ class DecodeLaunch(Launch):
 
     @staticmethod
     def step(
-        shape: DecodeShape,
-        max_query_len: int,
-        query: torch.Tensor,
-        block_table: torch.Tensor,
-        query_start: torch.Tensor,
-        seq_lens: torch.Tensor,
-        partial_output: torch.Tensor,
-        partial_stats: torch.Tensor,
-        query_bias: torch.Tensor | None,
-        ring: Ring | None,
-    ) -> StepLaunch:
+        shape: DecodeShape, max_query_len: int, query: torch.Tensor, block_table: torch.Tensor,
+        query_start: torch.Tensor, seq_lens: torch.Tensor, partial_output: torch.Tensor, partial_stats: torch.Tensor,
+        query_bias: torch.Tensor | None, ring: Ring | None,
+    ) -> StepLaunch:  # fmt: skip
         """`max_query_len`: most query tokens of a request, known on the host, so that a CUDA graph can hold the
         launch. `query_bias`: of `RotateQueryLaunch`, or None. `ring`: the step's block table and first tokens."""
         assert query.is_contiguous(), query.stride()
@@ -495,21 +488,13 @@ class DecodeLaunch(Launch):
 
     @staticmethod
     def passes(
-        shape: DecodeShape,
-        pass_tokens: int,
-        query: torch.Tensor,
-        block_table: torch.Tensor,
-        table: torch.Tensor,
-        first_rows: torch.Tensor,
-        partial_output: torch.Tensor,
-        partial_stats: torch.Tensor,
-        query_bias: torch.Tensor | None,
-        ring: Ring | None,
-    ) -> StepLaunch:
-        """The launch over the passes of `table`, int32 [passes, 4], of up to `pass_tokens` query tokens each.
-
-        `first_rows`: int32 [requests or more], first query token of each chunk. `ring`: before it has the chunks' own
-        tokens. The others are those of `step`."""
+        shape: DecodeShape, pass_tokens: int, query: torch.Tensor, block_table: torch.Tensor, table: torch.Tensor,
+        first_rows: torch.Tensor, partial_output: torch.Tensor, partial_stats: torch.Tensor,
+        query_bias: torch.Tensor | None, ring: Ring | None,
+    ) -> StepLaunch:  # fmt: skip
+        """The launch over passes of up to `pass_tokens` query tokens. `table`: int32 [passes, 4]. `first_rows`: int32
+        [requests or more], first query token of each chunk. `ring`: before it has the chunks' own tokens. The other
+        arguments are as in `step`."""
         of_requests = block_table, table, first_rows, partial_output, partial_stats, query_bias, ring
         (splits, tiles, _), arguments = DecodeLaunch.step(shape, pass_tokens, query, *of_requests)
         return StepLaunch((splits, tiles, len(table)), arguments)
