@@ -1,4 +1,4 @@
-"""What the kernels that read chunks' prefixes in the pages, in passes, have in common."""
+"""Base of the kernels that read prefixes of chunks in the pages, in passes."""
 
 from __future__ import annotations
 
