@@ -240,9 +240,14 @@ def test_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     assert windows is not None and sinks is not None and windows.pass_limits is not None
     assert windows.pass_limits.each == 0 and windows.pass_limits.rows == GRAPH_TOKENS and windows.kind != sinks.kind
+    passes = PrefixPasses(torch.zeros(3, 4, dtype=torch.int32, device=DEVICE), frozenset(), (slice(0, 9),))
+    for decode in (windows, sinks):
+        assert isinstance(decode, pairs.TritonPairs) and decode.splits.prefix is not None
+        output, lse = (shape for shape, _ in decode.splits.prefix.memory(passes, torch.float16)[2:])
+        assert output == (9, GROUP, 64) and lse == (9, GROUP), "a row each, up to the last of the passes"
     for head_dim, total in ((128, 2048), (256, 1024)):
-        decode = layer(PagedCodec(FORMATS["tq4"], head_dim, device=DEVICE), 8192).kernels.decode
-        assert decode is not None and decode.pass_limits is not None and decode.pass_limits.total == total
+        made = layer(PagedCodec(FORMATS["tq4"], head_dim, device=DEVICE), 8192).kernels.decode
+        assert made is not None and made.pass_limits is not None and made.pass_limits.total == total
     monkeypatch.setattr(prefix_launch, "PAYS", {"unpackers": 1, "team": 2, "large": 3})
     found = [
         prefix_launch.pays(page_layout(FORMATS[name], dim)) for name, dim in (("tq4", 128), ("tq3", 128), ("tq4", 256))
