@@ -73,7 +73,7 @@ class Case:
         self.table = torch.randperm(blocks, device="cuda").to(torch.int32).view(requests, -1)
         heads = KV_HEADS * group
         self.query = torch.randn(requests * self.tokens, heads, head_dim, device="cuda", dtype=torch.bfloat16)
-        self.output = torch.empty_like(self.query)
+        self.output, self.lse = torch.empty_like(self.query), torch.empty(*self.query.shape[:2], device="cuda")
         self.starts = self.tokens * torch.arange(requests + 1, dtype=torch.int32, device="cuda")
 
     def kernel(self, cache: torch.Tensor, counters: torch.Tensor) -> CudaPrefix:
@@ -94,8 +94,7 @@ class Case:
         schedule = schedules(table)
         rotated = torch.empty(len(self.query), KV_HEADS, self.group, head_dim, dtype=torch.float16, device="cuda")
         partial, stats = (torch.empty(len(schedule), KV_HEADS, COLUMNS, n, device="cuda") for n in (head_dim, 2))
-        lse = torch.empty(*self.query.shape[:2], device="cuda")
-        batch = (rotated, self.table, table, schedule, partial, stats, None, None, lse)
+        batch = (rotated, self.table, table, schedule, partial, stats, None, None, self.lse)
         step = prefix_arguments(*batch), batch  # they are addresses: the tensors have to stay
         rotation = QueryRotation(rotation_matrix(self.codec.key, KV_HEADS), head_dim**-0.5)
         rotate = RotateQueryLaunch(self.query, KV_HEADS, rotation)

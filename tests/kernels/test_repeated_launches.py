@@ -102,3 +102,16 @@ def test_several_passes(name: str) -> None:
     layers = pair_kernels.Layers(name, 20, 1280, 64, 0, None, pair_kernels.Heads(group=8), 20)
     run = layers.rounds("cuda")["cuda"]
     assert not rounds_that_differ(run, layers.outputs)
+
+
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_passes_over_prefixes(name: str, head_dim: int) -> None:
+    """Tables of fewer passes than the card holds blocks, and of more."""
+    from prefixes import THIRDS, Case
+
+    torch.manual_seed(head_dim)
+    for requests, prefix, passes in ((1, 8192, 1), (3, 2048, 6), (40, 1024, 4)):
+        case = Case(name, head_dim, requests, prefix, passes, group=6 if head_dim == 256 else 4)
+        run = case.in_passes(THIRDS)["passes"]
+        assert not rounds_that_differ(run, [case.output, case.lse]), (requests, passes)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from packed_kv.kernels.triton.means import Means
 from packed_kv.kernels.triton.rotate import rotation_matrix
 from packed_kv.layout import page_layout
 from page_codecs import page_codec
+from repeated import rounds_that_differ
 from test_cuda_decode import gpu_only, runs
 from test_decode import BOUND, DEVICE, relative_rms, sized, transforms
 from test_ring import poisoned_ring
@@ -122,16 +124,19 @@ def run(
     schedule = schedules(of_passes)
     items = prefix_grid(len(passes), inputs).items
     assert len(schedule) == items <= schedules.items
-    partial, stats = (torch.full((items, kv_heads, COLUMNS, n), float("nan"), device=DEVICE) for n in (head_dim, 2))
+    partials, stats = (torch.full((items, kv_heads, COLUMNS, n), float("nan"), device=DEVICE) for n in (head_dim, 2))
     output = torch.full(query.shape, float("nan"), dtype=torch.float32, device=DEVICE)
     lse = torch.full(query.shape[:2], float("nan"), device=DEVICE)
-    batch = (rotated_query, table.to(DEVICE, torch.int32), of_passes, schedule, partial, stats, bias, ring, lse)
+    batch = (rotated_query, table.to(DEVICE, torch.int32), of_passes, schedule, partials, stats, bias, ring, lse)
     kernel = emulated.CudaPrefix if DEVICE == "cpu" else CudaPrefix
     matrix = pack_matrix(rotation_matrix(codec.value, kv_heads, inverse=True), value_means)
     apart = output.view(rotated_query.shape)
     launch = kernel(page, matrix, schedules.counters, cache, ring, apart, tiles)
-    launch(items, prefix_arguments(*batch), apart)
+    run_once = partial(launch, items, prefix_arguments(*batch), apart)
+    run_once()
     assert not schedules.counters.any(), "not left for the next launch"
+    if DEVICE == "cuda":
+        assert not rounds_that_differ(run_once, [output, lse])
     size_of_scores = torch.stack(squares).mean().sqrt()
     return output.double(), lse.double(), expected, expected_lse, size_of_scores
 
