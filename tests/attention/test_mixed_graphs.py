@@ -12,7 +12,6 @@ from packed_kv.attention import mixed
 from packed_kv.attention.metadata import PackedMetadata, PackedMetadataBuilder
 from packed_kv.attention.mixed import mixed_shapes, most_passes
 from packed_kv.attention.passes import PassLimits
-from packed_kv.reference.attention import AttentionOptions
 
 
 def engine(monkeypatch: pytest.MonkeyPatch, layers: list[Any] | None = None, **changes: Any) -> Any:
@@ -21,7 +20,7 @@ def engine(monkeypatch: pytest.MonkeyPatch, layers: list[Any] | None = None, **c
     monkeypatch.setattr(mixed, "_attention_layers", lambda _config: found)
     given: dict[str, Any] = {
         "tokens": 2048, "requests": 256, "largest": 512, "lora": None, "speculative": None, "stages": 1,
-        "options": {"mixed_graphs": True},
+        "options": {},
     } | changes  # fmt: skip
     return SimpleNamespace(
         scheduler_config=SimpleNamespace(max_num_batched_tokens=given["tokens"], max_num_seqs=given["requests"]),
@@ -41,12 +40,10 @@ def layer(dtype: str = "tq4", **changes: Any) -> Any:
         "shares": None,
         "decode": True,
         "head_dim": 128,
-        "options": {},
     } | changes
     decode = SimpleNamespace(pass_limits=given["limits"]) if given["decode"] else None
     codec = SimpleNamespace(key=SimpleNamespace(head_dim=given["head_dim"]))
-    options = AttentionOptions(1.0, **given["options"])
-    kernels = SimpleNamespace(decode=decode, prefill=given["prefill"], codec=codec, options=options)
+    kernels = SimpleNamespace(decode=decode, prefill=given["prefill"], codec=codec)
     impl = SimpleNamespace(attention=SimpleNamespace(kernels=kernels), kv_sharing_target_layer_name=given["shares"])
     return SimpleNamespace(kv_cache_dtype=dtype, impl=impl)
 
@@ -55,10 +52,10 @@ def drafts(method: str, tokens: int) -> Any:
     return SimpleNamespace(method=method, num_speculative_tokens=tokens, parallel_drafting=False)
 
 
-def test_windows_and_sinks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They have graphs where the option says so, as many passes and rows as all layers serve."""
+def test_layers_of_other_limits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They have graphs, of as many passes and rows as all layers serve."""
     few = PassLimits(each=0, total=40, tokens=16, rows=400)
-    window = layer(options={"sliding_window": 128, "sinks": torch.ones(1)}, limits=few)
+    window = layer(limits=few)
     shapes, reason = mixed_shapes(engine(monkeypatch, layers=[layer(), window]))
     assert not reason and max(tokens for tokens, _ in shapes) == 384
     assert max(most_passes(tokens, requests, 1, 16) for tokens, requests in shapes) == 40
@@ -107,14 +104,6 @@ def test_limits(changes: dict[str, Any], most: tuple[int, int], monkeypatch: pyt
         ({"layers": [layer(), layer(decode=False)]}, "no kernel reads the prefixes of all layers in the pages"),
         ({"layers": [layer(), layer(limits=PassLimits(12, 256, 8, 4096))]}, "layers differ in their query heads"),
         ({"layers": [layer(), layer(shares="0")]}, "layers share caches"),
-        (
-            {"layers": [layer(), layer(options={"sliding_window": 128})], "options": {}},
-            "packed_kv.mixed_graphs true takes",
-        ),
-        (
-            {"layers": [layer(options={"sinks": torch.ones(1)})], "options": {}},
-            "packed_kv.mixed_graphs true takes them",
-        ),
         ({"layers": [layer(head_dim=256)]}, "over heads of 256 channels long chunks take too many passes"),
         ({"layers": [layer(prefill=None)]}, "no FlashAttention serves the prompts"),
     ],

@@ -42,6 +42,7 @@ from packed_kv.reference.context_shard import ContextShard
 from packed_kv.window.layer import WindowLayer
 from packed_kv.window.metadata import WindowMetadata
 from packed_kv.window.step import WindowStep
+from test_fused_prefix import padded
 from test_latent import codec_of
 from test_shares import BLOCK, DEVICE, HEAD_DIM, HEADS, Workspace, _machine, batch, layer
 from vllm.model_executor.layers.attention.mla_attention import MLACommonMetadataBuilder
@@ -225,17 +226,18 @@ def window_layer() -> WindowLayer:
     [
         (8, {}, False),
         (9, {}, False),
-        (9, {"sinks": torch.zeros(HEADS, device=DEVICE)}, False),
+        (9, {}, True),
+        (9, {"sinks": torch.zeros(HEADS, device=DEVICE)}, True),
         (9, {"sinks": torch.zeros(HEADS, device=DEVICE), "sliding_window": 24}, False),
         (9, {"sinks": torch.zeros(HEADS, device=DEVICE), "sliding_window": 24}, True),
     ],
-    ids=["ampere", "hopper", "sinks", "window", "window in graphs"],
+    ids=["ampere", "hopper", "hopper in graphs", "sinks in graphs", "window", "window in graphs"],
 )
 def test_profiling_compiles_what_steps_launch(
     major: int, options: dict[str, Any], mixed_graphs: bool, has_ring: bool, shares_cache: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    """Steps of new prompts, decodes of any number, and mixed steps launch no variant that was not noted.
+    """Steps of new prompts, decodes of any number, and mixed steps, graphs too, launch no variant that was not noted.
 
     On a GPU the card is its own: Triton keeps the architecture that a kernel is first noted for, in the whole process.
     """
@@ -265,18 +267,16 @@ def test_profiling_compiles_what_steps_launch(
     shard = ContextShard()
     attention = AttentionOptions(HEAD_DIM**-0.5, **options)
     served = layer(codec, shard, None, attention, in_pytorch=False, max_tokens=64, mixed_graphs=mixed_graphs)
-    if mixed_graphs:  # as graphs have passes, so that a step launches what they do
-        decode = served.kernels.decode
-        decode.pass_limits = decode.pass_limits._replace(each=2)
     window = window_layer() if has_ring else None
 
     def inputs(tokens: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         rows = torch.zeros(tokens, HEADS + 2, HEAD_DIM, dtype=torch.float16, device=DEVICE)
         return rows[:, :HEADS], rows[:, HEADS : HEADS + 1], rows[:, HEADS + 1 :]
 
-    PairWarmup(served, *inputs(64), BLOCK, window).run(shares_cache=False)
+    limits = Limits(1, 8, 64, mixed_graphs)
+    PairWarmup(served, *inputs(64), BLOCK, window, limits).run(shares_cache=False)
     if shares_cache:  # another layer, to which vLLM gives queries alone
-        PairWarmup(served, inputs(64)[0], None, None, BLOCK, None).run(shares_cache=True)
+        PairWarmup(served, inputs(64)[0], None, None, BLOCK, None, limits).run(shares_cache=True)
     assert not launched and len(noted) >= 6
     for lengths in (
         [(20, 20), (3, 3)], [(40, 3)], [(40, 1), (40, 3)], [(40, 1), (3, 3)], [(64, 40)], [(40, 3)] * 9,
@@ -295,7 +295,14 @@ def test_profiling_compiles_what_steps_launch(
             step = WindowStep(window, WindowMetadata(table, slots, first), is_shared=False)
         cache = torch.zeros(metadata.block_table.numel(), 1, BLOCK, codec.slot_bytes, dtype=torch.uint8, device=DEVICE)
         query, key, value = inputs(metadata.num_actual_tokens)
-        served.forward(Batch(query, key, value, cache, metadata, torch.zeros_like(query), step))
+        of_step = Batch(query, key, value, cache, metadata, torch.zeros_like(query), step)
+        served.forward(of_step)
+        if mixed_graphs and len(lengths) < 7:  # 8 are the most
+            with monkeypatch.context() as patches:
+                lse = torch.empty(HEADS, metadata.num_actual_tokens + 5, device=DEVICE)
+                in_graph = SimpleNamespace(function=lambda *_args, lse=lse, **_options: (None, lse))
+                patches.setattr(served.kernels.prefill, "flash_attention", in_graph)
+                served.forward(padded(of_step, requests=2, tokens=5))
         if shares_cache:
             served.forward(Batch(query, None, None, cache, metadata, torch.zeros_like(query)))
     assert launched <= noted, [variant[0] for variant in launched - noted]

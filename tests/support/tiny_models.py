@@ -70,7 +70,7 @@ def gemma4(**options: object) -> PretrainedConfig:
 
 
 def gpt_oss(**options: object) -> PretrainedConfig:
-    """Attention sinks; sliding and full layers in turn, 8 query heads a KV head; experts."""
+    """Attention sinks; sliding and full layers in turn, 8 query heads a KV head; experts, two of four by default."""
     special = {
         "num_attention_heads": 8,
         "num_key_value_heads": 1,

@@ -214,6 +214,6 @@ class PackedAttentionImpl(AttentionImpl[PackedMetadata]):
         """Take the workspace, and begin to compile the kernels. A CPU's kernels do both when they are made."""
         if self.device.type == "cuda":
             block_size = block_size_of(self.config)
-            PairWarmup(attention, query, key, value, block_size, window_layer).run(
+            PairWarmup(attention, query, key, value, block_size, window_layer, self.engine.limits).run(
                 shares_cache=self.kv_sharing_target_layer_name is not None
             )

@@ -13,7 +13,7 @@ from ..reference.context_shard import UNSHARDED, ContextShard
 from ..window.step import WindowStep
 from .metadata import Batch, PackedMetadata
 from .mixed import most_passes
-from .passes import PrefixPasses, plan_passes, prefix_passes
+from .passes import OverPrefixes, PrefixPasses, plan_passes, prefix_passes
 from .protocols import DecodeBatch, DecodeKernel, NewTokens, PrefillKernel, PrefixBatch
 from .step import StepKey
 from .store import PairStore
@@ -170,26 +170,33 @@ class PairAttention:
         decode, prefill, store = kernels.decode, cast("FlashPrefill", kernels.prefill), kernels.store
         assert decode is not None
         ring = window.ring(0, len(metadata.seq_lens)) if window else None
+        slots = window.metadata.slots if window else None
         key = StepKey("mixed graph", decode.kind, window=window.metadata if window else None)
-        step = metadata.steps.get(key, lambda: self._prepare_graph(batch, ring))
-        store.write_in_graph(step.store, batch)
-        decode.attend(step.decode, batch.cache, (batch.query,), ring, batch.output)
-        over_prefixes = decode.attend_prefixes(step.decode, batch.cache, ring)
-        prefill.attend_in_graph(batch, step.chunk_start, over_prefixes)
+        step = metadata.steps.get(key, lambda: self.prepare_graph(batch, ring, slots))
+        prefill.attend_in_graph(batch, step.chunk_start, self.attend_pages_in_graph(batch, step, ring))
         if step.store_rest is not None:
-            store.write_in_graph(step.store_rest, batch)
+            store.write_in_graph(step.store_rest, batch, ring)
 
-    def _prepare_graph(self, batch: Batch, ring: Ring | None) -> GraphStep:
-        """Return the launches of `_forward_in_graph`, and launch the kernel that fills their tables."""
+    def attend_pages_in_graph(self, batch: Batch, step: GraphStep, ring: Ring | None) -> OverPrefixes:
+        """Write a step's tokens, attend to its decodes, and return attention of its chunks over their prefixes."""
+        decode = self.kernels.decode
+        assert decode is not None
+        self.kernels.store.write_in_graph(step.store, batch, ring)
+        decode.attend(step.decode, batch.cache, (batch.query,), ring, batch.output)
+        return decode.attend_prefixes(step.decode, batch.cache, ring)
+
+    def prepare_graph(self, batch: Batch, ring: Ring | None, slots: torch.Tensor | None) -> GraphStep:
+        """Return the launches of a step that a CUDA graph holds, and launch the kernel that fills their tables. `ring`,
+        `slots`: of the window, if there is one: int32 [tokens or more]."""
         from ..kernels.triton.mixed_plan import MixedTables, plan_mixed
 
-        metadata, window, decode, store = batch.metadata, batch.window, self.kernels.decode, self.kernels.store.kernel
+        metadata, decode, store = batch.metadata, self.kernels.decode, self.kernels.store.kernel
         assert decode is not None and decode.pass_limits is not None
         requests, tokens, longest = len(metadata.seq_lens), metadata.num_actual_tokens, metadata.decode_query_len
         pass_tokens = decode.pass_limits.tokens
         count = most_passes(tokens, requests, longest, pass_tokens)
-        tables = MixedTables.empty(requests, tokens, count, has_ring=window is not None, device=batch.query.device)
-        slots = window.metadata.slots[:tokens] if window else None
+        tables = MixedTables.empty(requests, tokens, count, has_ring=slots is not None, device=batch.query.device)
+        slots = None if slots is None else slots[:tokens]
         plan_mixed(tables, metadata.query_start_loc, metadata.seq_lens, slots, longest, pass_tokens)
         positions, pages = metadata.positions[:tokens], metadata.slot_mapping[:tokens]
         lists = metadata.block_table[:requests], tables.decode_start, tables.decode_lens
@@ -198,7 +205,7 @@ class PairAttention:
             DecodeBatch(*lists, tokens, longest, positions, ring),
             PrefixBatch(passes, metadata.block_table, tables.chunk_start, batch.query.dtype, ring),
         )
-        new, rest = NewTokens(pages, positions, tables.decode_slots if window else None, prepared), None
-        if window:
+        new, rest = NewTokens(pages, positions, None if slots is None else tables.decode_slots, prepared), None
+        if slots is not None:
             rest = store.prepare(NewTokens(pages, positions, tables.chunk_slots, only_ring=True))
         return GraphStep(prepared, tables.chunk_start, store.prepare(new), rest)

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
 class Limits(NamedTuple):
     """The largest step that a decode kernel has to serve: query tokens of a request, drafts included; requests; and
-    tokens of a batch with prompts, whose prefixes the kernel may read (0: it reads none). `mixed_graphs`: whether the
-    option is true."""
+    tokens of a batch with prompts, whose prefixes the kernel may read (0: it reads none). `mixed_graphs`: whether
+    steps with prompts may be whole CUDA graphs."""
 
     longest_decode: int
     max_requests: int
@@ -33,7 +33,7 @@ def limits_of(vllm_config: VllmConfig) -> Limits:
     scheduler = vllm_config.scheduler_config
     # vLLM makes two requests of a decode whose drafts begin a chunk.
     requests = scheduler.max_num_seqs * (2 if vllm_config.model_config.attention_chunk_size else 1)
-    mixed_graphs = read_options(vllm_config.additional_config).mixed_graphs is True
+    mixed_graphs = read_options(vllm_config.additional_config).mixed_graphs
     return Limits(longest_decode(vllm_config), requests, scheduler.max_num_batched_tokens, mixed_graphs)
 
 

@@ -16,12 +16,14 @@ from .passes import GRAPH_TOKENS
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
+    from .layer import PairKernels
     from .passes import PassLimits
 
 TOKENS = (32, 64, 96, 128, 160, 192, 256, 320, 384, 512, 576, 640, 768, GRAPH_TOKENS)
 """Tokens of the graphs. Longer steps wait for the GPU, not for the host."""
 REQUESTS = (16, 72, 256)
 """Requests of a graph, by its number of tokens: grids have a block for each request and KV head, needed or not."""
+NO_READER = "no kernel reads the prefixes of all layers in the pages"
 DRAFTERS = ("ngram", "ngram_gpu", "suffix")
 """Methods of drafting without layers."""
 
@@ -64,8 +66,7 @@ def _limits(layers: list[Any]) -> PassLimits:
 def _lacks(config: VllmConfig, layers: list[Any]) -> str:
     """Return why no step with prompts can be a whole graph, or ""."""
     speculative = config.speculative_config
-    wanted = read_options(config.additional_config).mixed_graphs
-    if wanted is False:
+    if not read_options(config.additional_config).mixed_graphs:
         return "packed_kv.mixed_graphs is false"
     if config.lora_config is not None:
         return "an engine with LoRA would have them once for each number of adapters"
@@ -76,22 +77,21 @@ def _lacks(config: VllmConfig, layers: list[Any]) -> str:
     if len(layers) < sum(hasattr(layer, "impl") for layer in _attention_layers(config)):
         return "attention of some layers is not packed"
     kernels = [layer.attention.kernels for layer in layers if layer.attention is not None]
-    if wanted is None and any(made.options.sinks is not None or made.options.sliding_window for made in kernels):
-        return (
-            "whole graphs over sinks and sliding windows have not been compared with pieces in an engine on a GPU: "
-            "packed_kv.mixed_graphs true takes them"
-        )
-    limits = [made.decode and made.decode.pass_limits for made in kernels]
-    tokens = {each and each.tokens for each in limits}
-    if not tokens or None in tokens:
-        return "no kernel reads the prefixes of all layers in the pages"
-    if len(tokens) > 1:
+    lacking = next(filter(None, map(layer_lacks, kernels)), "") if kernels else NO_READER
+    if lacking:
+        return lacking
+    if len({made.decode.pass_limits.tokens for made in kernels}) > 1:
         return "layers differ in their query heads per KV head"
-    if any(made.codec.key.head_dim == LARGE_HEAD for made in kernels):
+    return "layers share caches" if any(layer.kv_sharing_target_layer_name is not None for layer in layers) else ""
+
+
+def layer_lacks(kernels: PairKernels) -> str:
+    """Return why a layer's steps with prompts are not part of whole graphs, or ""."""
+    if kernels.decode is None or kernels.decode.pass_limits is None:
+        return NO_READER
+    if kernels.codec.key.head_dim == LARGE_HEAD:
         return f"over heads of {LARGE_HEAD} channels long chunks take too many passes"
-    if any(layer.kv_sharing_target_layer_name is not None for layer in layers):
-        return "layers share caches"
-    return "" if all(made.prefill is not None for made in kernels) else "no FlashAttention serves the prompts"
+    return "no FlashAttention serves the prompts" if kernels.prefill is None else ""
 
 
 def _attention_layers(config: VllmConfig) -> list[Any]:

@@ -169,15 +169,25 @@ class FlashPrefill(PrefillKernel["Batch"]):
         assert batch.key is not None and batch.value is not None and not self.pads
         tokens = batch.metadata.num_actual_tokens
         query, key, value, output = (x[:tokens] for x in (batch.query, batch.key, batch.value, batch.output))
-        kinds, sliding_window = over_prefixes.passes.row_kinds, self.options.sliding_window
-        assert kinds is not None
+        sliding_window = self.options.sliding_window
+        assert over_prefixes.passes.row_kinds is not None
         _, lse = self.flash_attention.function(
             query, key, value, cu_seqlens_q=chunk_start, cu_seqlens_k=chunk_start, max_seqlen_q=tokens,
             max_seqlen_k=tokens, softmax_scale=self.options.scale, causal=True,
             window_size=[-1 if sliding_window is None else sliding_window - 1, 0],
             softcap=self.options.logits_soft_cap or 0.0, return_softmax_lse=True, out=output, num_splits=1,
         )  # fmt: skip
-        part = over_prefixes.output
+        self.combine_in_graph(output, lse, over_prefixes)
+
+    def combine_in_graph(self, output: torch.Tensor, lse: torch.Tensor, over_prefixes: OverPrefixes) -> None:
+        """Add attention over prefixes, and the sinks, to that of chunks over their own tokens; padding becomes 0.
+
+        Args:
+            output: [tokens, query heads, head_dim].
+            lse: fp32 [query heads, tokens], unit stride over tokens.
+            over_prefixes: see `attend_in_graph`.
+        """
+        part, kinds = over_prefixes.output, over_prefixes.passes.row_kinds
         self._combine(output, part.shape[2], are_all=False).combine(output, lse, part, over_prefixes.lse.T, kinds)
         self._add_sinks(output, lse, kinds)
 

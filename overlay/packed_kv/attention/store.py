@@ -18,6 +18,7 @@ from .step import StepKey
 if TYPE_CHECKING:
     from ..codecs.latent import LatentCodec
     from ..codecs.pages import PagedCodec
+    from ..codecs.ring import Ring
     from ..window.step import WindowStep
     from .latent.metadata import LatentMetadata
     from .metadata import Batch
@@ -50,11 +51,11 @@ class PairStore:
         ring = window.layer.kv_cache if window and in_ring else None
         self.kernel.write(step, batch.cache, batch.key, batch.value, ring, batch.query)
 
-    def write_in_graph(self, step: Any, batch: Batch) -> None:
+    def write_in_graph(self, step: Any, batch: Batch, ring: Ring | None) -> None:
         """Write the tokens of `step`, made by `kernel.prepare`, where only the device knows the batch."""
         assert batch.key is not None and batch.value is not None
-        ring = batch.window.layer.kv_cache if batch.window else None
-        self.kernel.write(step, batch.cache, batch.key, batch.value, ring, batch.query)
+        of_ring = None if ring is None else ring.cache
+        self.kernel.write(step, batch.cache, batch.key, batch.value, of_ring, batch.query)
 
     def store_rest(self, batch: Batch, first: int) -> None:
         """Write the tokens of the requests from `first` on into their rings, unless `store` has."""

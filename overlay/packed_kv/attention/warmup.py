@@ -3,6 +3,7 @@ compiled ahead (`kernels/precompile.py`) and the workspace is sized. Threads go 
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, cast
 
 import torch
@@ -15,12 +16,14 @@ from .context_parallel import ContextParallelAttention
 from .latent.in_pytorch import PrefixChunk, RecentContext
 from .latent.kernels import LatentKernels
 from .layer import PairAttention
+from .limits import Limits
 from .metadata import Batch, PackedMetadata
+from .mixed import layer_lacks
 from .passes import PrefixPass, prefix_passes
 from .protocols import DecodeBatch, LayerKernel, NewTokens, PrefixBatch
 from .sparse.layer import SparseKernels
 from .sparse.metadata import PromptPart, SparseDecodes
-from .step import StepKey
+from .step import StepCache, StepKey
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -53,13 +56,14 @@ class PairWarmup:
         query, key, value: of vLLM's profiling run; a layer that shares another's cache may have no key and value.
         block_size: tokens of a block of pages.
         window_layer: of this layer, or None.
+        limits: of the engine's steps.
     """
 
     def __init__(
         self, attention: PairAttention | ContextParallelAttention, query: torch.Tensor, key: torch.Tensor | None,
-        value: torch.Tensor | None, block_size: int, window_layer: WindowLayer | None,
+        value: torch.Tensor | None, block_size: int, window_layer: WindowLayer | None, limits: Limits,
     ) -> None:  # fmt: skip
-        kernels = attention.kernels
+        kernels, self.limits = attention.kernels, limits
         self.attention, self.kernels, self.block_size = attention, kernels, block_size
         self.query, self.key, self.value = query, key, value
         self.window_layer = window_layer if window_layer is not None and window_layer.ring_block_size else None
@@ -117,7 +121,10 @@ class PairWarmup:
             prefill.attend(batch, 0, ring)
             self.window_layer.fill_slots_of_one_request(ring)
         if limits is not None and prefill is not None and query.dtype != torch.float32:
-            self._passes(batch, new_tokens, ring)
+            if limits.each:
+                self._passes(batch, new_tokens, ring)
+            if self.limits.mixed_graphs and not layer_lacks(kernels):
+                self._graph(batch, ring)
 
     def _passes(self, batch: Batch, new_tokens: int, ring: Ring | None) -> None:
         """Every launch of a step without decodes whose prefixes are read in passes, of `_one_request`."""
@@ -132,6 +139,22 @@ class PairWarmup:
         self.store.write(self.store.prepare(tokens), pages, key[:new_tokens], value[:new_tokens], None, query)
         over_prefixes = self.decode.attend_prefixes(step, pages, ring)
         cast("FlashPrefill", self.prefill).attend(batch, 0, ring, over_prefixes)
+
+    def _graph(self, batch: Batch, ring: Ring | None) -> None:
+        """Every launch of a step that a CUDA graph holds, of `_one_request`, but FlashAttention's: only a launch fills
+        the tables that it reads."""
+        attention, prefill = cast("PairAttention", self.attention), cast("FlashPrefill", self.prefill)
+        metadata = replace(
+            batch.metadata, is_mixed_graph=True, decode_query_len=self.limits.longest_decode, steps=StepCache()
+        )
+        batch = batch._replace(metadata=metadata)
+        tokens = metadata.num_actual_tokens
+        step = attention.prepare_graph(batch, ring, None if ring is None else metadata.positions.to(torch.int32))
+        over_prefixes = attention.attend_pages_in_graph(batch, step, ring)
+        lse = torch.empty(self.heads, tokens, dtype=torch.float32, device=batch.query.device)
+        prefill.combine_in_graph(batch.output[:tokens], lse, over_prefixes)
+        if step.store_rest is not None:
+            self.kernels.store.write_in_graph(step.store_rest, batch, ring)
 
     def _decodes(self, key: torch.Tensor, value: torch.Tensor) -> None:
         """Every launch of steps of decodes alone."""

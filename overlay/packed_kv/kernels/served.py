@@ -114,7 +114,8 @@ def who_serves(engine: Engine, layer: Pairs | Latents) -> Served:
 
 def who_reads_prefixes(engine: Engine, layer: Pairs, *, mixed_graphs: bool) -> str | None:
     """Return the kernel that reads the prefixes of a layer's chunks in the pages, in passes (`attention/passes.py`):
-    CUDA, TRITON, or None: the prefill route gathers them. `mixed_graphs`: whether the option is true.
+    CUDA, TRITON, or None: the prefill route gathers them. `mixed_graphs`: whether steps with prompts may be whole CUDA
+    graphs.
 
     Layers with sinks are like others here: a chunk's attention gets its sinks as a whole. Triton's kernel reads the few
     tokens of a prefix that a short sliding window leaves, for steps that are whole CUDA graphs. Nobody has timed it

@@ -71,7 +71,7 @@ class PairLayer:
             from ..attention.prefill import find_flash_attention  # imports Triton, which the CPU platform may lack
 
             flash = find_flash_attention(shape.head_dim, shape.head_dim, dtype, None)
-        limits = Limits(shape.longest, max_requests, max_tokens)
+        limits = self.limits = Limits(shape.longest, max_requests, max_tokens)
         engine = EngineLimits(device, dtype, limits, max_tokens, kernel, has_ring=True)
         if not shape.has_passes:
             limits = limits._replace(max_tokens=0)
@@ -101,7 +101,7 @@ class PairLayer:
             torch.zeros(BLOCK, heads, shape.head_dim, dtype=self.dtype, device=device)
             for heads in (shape.query_heads, shape.kv_heads, shape.kv_heads)
         )
-        PairWarmup(self.attention, query, key, value, BLOCK, self.window).run(shares_cache=False)
+        PairWarmup(self.attention, query, key, value, BLOCK, self.window, self.limits).run(shares_cache=False)
 
     def compile_step(self, batch: RequestBatch, *tensors: torch.Tensor) -> None:
         """Have the kernels of a step of decodes compiled in other threads. tensors: query, key, value, cache, ring and

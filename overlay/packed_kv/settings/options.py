@@ -43,13 +43,13 @@ class Options:
     window, 0: none, or None: not said. `decode_kernel`: "triton"; "auto": the CUDA kernel where it serves and is
     tested; or "cuda": refuse to start without it.
     `latent_rope_bits`: bits of RoPE channels beside latents (MLA), one of `ROPE_BITS`. `mixed_graphs`: whether steps
-    with prompts run as whole CUDA graphs where they can; None: where they can and are tested."""
+    with prompts run as whole CUDA graphs where they can."""
 
     calibration: Path | None = None
     recent_tokens: int | None = None
     decode_kernel: str = "auto"
     latent_rope_bits: int = ROPE_BITS[0]
-    mixed_graphs: bool | None = None
+    mixed_graphs: bool = True
 
 
 def read_options(additional_config: object) -> Options:
@@ -90,8 +90,8 @@ def read_options(additional_config: object) -> Options:
     if type(rope_bits) is not int or rope_bits not in ROPE_BITS:
         said = f"--additional-config: packed_kv.latent_rope_bits is {_shown(rope_bits)}"
         raise OptionError(f"{said}; write {KEYS['latent_rope_bits']}")
-    mixed_graphs = options.get("mixed_graphs")
-    if "mixed_graphs" in options and type(mixed_graphs) is not bool:
+    mixed_graphs = options.get("mixed_graphs", True)
+    if type(mixed_graphs) is not bool:
         said = f"--additional-config: packed_kv.mixed_graphs is {_shown(mixed_graphs)}"
         raise OptionError(f"{said}; write {KEYS['mixed_graphs']}")
     file = Path(os.path.expanduser(path)) if isinstance(path, str) else None
