@@ -77,6 +77,21 @@ static void pack(uint8_t* to, const Plane* planes, bool is_one, const uint8_t (*
   }
 }
 
+// As `pack`, of one token: codes of channel c are at codes[c][row].
+static void pack_one(uint8_t* to, const Plane* planes, bool is_one, const uint8_t (*codes)[WIDE], int row, int token) {
+  uint32_t words[MOST_SLOTS] = {};
+  for (int p = 0; p < 2; p++) {
+    const Part& part = *planes[p].part;
+    for (int c = 0; c < 32; c++)
+      words[part.slot[c]] |= (codes[c][row] >> part.from & (uint32_t)part.mask) << part.shift[c][token];
+    if (is_one && p == 0) continue;
+    for (int s = 0; s < part.slots; s++) {
+      uint32_t bits = part.bits[s][token] | (is_one ? planes[0].part->bits[s][token] : 0);
+      replace_bits(to, planes[p], s, token, bits, words[s]), words[s] = 0;
+    }
+  }
+}
+
 // --- up to 16 vectors ---
 // The vectors of one head, K or V, of the kept tokens `first` .. `end` - 1, which share a micro-block.
 struct Item {
@@ -139,6 +154,15 @@ struct Batch {
     const int count = item.end - item.first, role = item.role;
     uint8_t* to = call.pages.micro_block(call.slots[kept[item.first]] / 16, item.head);
     uint8_t present[16], apart[32][WIDE];
+    if (count == 1) {
+      const int token = call.slots[kept[item.first]] % 16;
+      for (int g = 0; g < GROUPS; g++) {
+        pack_one(to, WORD_PLACES.planes[role][g], !GROUP_TABLE[role][g].has_sign_words, codes + 32 * g, row, token);
+        to[SCALES_AT[role] + scale_at(role, g, token)] = scales[g][row];
+      }
+      if (ROPE_DIM) rope_into_page(to, token, row);
+      return;
+    }
     bool in_place = row == 0 && count == 16;
     for (int i = 0; i < count; i++) {
       present[i] = call.slots[kept[item.first + i]] % 16;
