@@ -3,9 +3,11 @@
     python benchmarks/cpu_engine.py [MODEL] [--8b] [--dtypes NAME ...] [--shapes R,N ...] [--recent-tokens N]
         [--threads N] [--csv FILE]
 
-Engines of all dtypes live in one process and take turns, so that what else the machine does falls on all alike; figures
-are milliseconds of a step, and prompt tokens a second, each with its ratio to bf16 (`auto`), and beside them the CPU
-time of all threads (`cpu_ms`, `cpu_ratio`), which other work on a shared machine disturbs less. Shapes: requests x
+Engines of all dtypes live in one process and take turns, so that what else the machine does falls on all alike: each
+has a prompt in a round, then TURNS times TURN_STEPS decode steps, of which the first finds the caches as another engine
+left them, and is not counted. Figures are milliseconds of a step, and prompt tokens a second, each with its ratio to
+bf16 (`auto`), the median of the turns' ratios, and beside them the CPU time of all threads (`cpu_ms`, `cpu_ratio`),
+which other work on a shared machine disturbs less. Shapes: requests x
 tokens; `512 behind 4096`, where no shapes are named, is a prompt of 4,608 tokens of which the prefix cache has 4,096.
 `--8b` adds steps of four layers of the 8B shape with dummy weights, whose contexts are filled as bench_engine.py says.
 `store` is one layer's K and V of 2,048 tokens, one thread on both sides.
@@ -30,7 +32,8 @@ os.environ.update(
 )  # fmt: skip
 
 SHAPES = ((1, 512), (1, 4096), (8, 1024))
-CHUNK, PREFIX, NEW_TOKENS, CONTEXT = 512, 4096, 16, 8192
+CHUNK, PREFIX, CONTEXT = 512, 4096, 8192
+TURNS, TURN_STEPS = 4, 6
 SHAPES_8B, STEPS_8B = ((4, 8192), (8, 8192)), 8
 KV_BYTES_8B = 1_300_000_000
 """Enough for 8 requests of 8,192 tokens in bf16; a packed cache needs less than half."""
@@ -115,10 +118,13 @@ def bench_engines(options: argparse.Namespace) -> None:
         for round_ in range(options.rounds + 1):  # the first one warms up
             for name, llm in engines.items():
                 llm.reset_prefix_cache()
-                first, *rest = run(llm, prompts_of(requests, tokens, round_), NEW_TOKENS)
-                if round_:
-                    prompts[name].append(first)
-                    steps[name].append(Times.median(rest))
+                add_requests(llm, prompts_of(requests, tokens, round_), TURNS * TURN_STEPS)
+                prompts[name] += [step(llm)] * bool(round_)
+            for _ in range(TURNS):
+                for name, llm in engines.items():
+                    times = [step(llm) for _ in range(TURN_STEPS)]
+                    steps[name] += [Times.median(times[1:])] * bool(round_)
+            assert not any(llm.llm_engine.has_unfinished_requests() for llm in engines.values())
         shape = f"{requests} x {tokens}"
         report(options, f"decode step, {shape}", steps)
         report(options, f"prompt, {shape}", prompts, requests * tokens)
@@ -131,8 +137,7 @@ def bench_engines(options: argparse.Namespace) -> None:
             (prompt,) = prompts_of(1, PREFIX + CHUNK, round_)
             run(llm, [prompt[:PREFIX]], 1)
             first = run(llm, [prompt], 1)[0]
-            if round_:
-                later[name].append(first)
+            later[name] += [first] * bool(round_)
     report(options, f"prompt, {CHUNK} behind {PREFIX}", later, CHUNK)
 
 
@@ -167,14 +172,14 @@ def bench_8b(options: argparse.Namespace) -> None:
 
 def report(options: argparse.Namespace, what: str, seconds: dict[str, list[Times]], tokens: int | None = None) -> None:
     """Print milliseconds of a step, or tokens a second of prompts of `tokens` tokens, and their ratio to bf16's."""
-    median = {name: Times.median(times) for name, times in seconds.items()}
-    base = median[BASELINE]
-    for name, (wall, cpu) in median.items():
+    for name, times in seconds.items():
+        (wall, cpu), base = Times.median(times), seconds[BASELINE]
+        ratio = Times.median([Times(a.wall / b.wall, a.cpu / b.cpu) for a, b in zip(times, base, strict=True)])
         if tokens is None:
-            put(options, name, what, _ms(wall, cpu), wall / base.wall, cpu / base.cpu)
+            put(options, name, what, _ms(wall, cpu), *ratio)
         else:
             rate = {"tokens_a_second": f"{tokens / wall:.0f}", "cpu_ms": f"{cpu * 1e3:.1f}"}
-            put(options, name, what, rate, base.wall / wall, base.cpu / cpu)
+            put(options, name, what, rate, 1 / ratio.wall, 1 / ratio.cpu)
 
 
 def _ms(wall: float, cpu: float) -> dict[str, str]:
@@ -204,19 +209,28 @@ def prompts_of(requests: int, tokens: int, seed: int) -> list[list[int]]:
 
 def run(llm: Any, prompts: list[list[int]], new_tokens: int) -> list[Times]:
     """Time of each step: the prompts' first, then decodes."""
+    add_requests(llm, prompts, new_tokens)
+    times: list[Times] = []
+    while llm.llm_engine.has_unfinished_requests():
+        times.append(step(llm))
+    return times
+
+
+def step(llm: Any) -> Times:
+    """Time of an engine's next step."""
+    before = Times.now()
+    llm.llm_engine.step()
+    after = Times.now()
+    return Times(after.wall - before.wall, after.cpu - before.cpu)
+
+
+def add_requests(llm: Any, prompts: list[list[int]], new_tokens: int) -> None:
+    """Add requests that have so many decode steps."""
     from vllm import SamplingParams
 
-    engine = llm.llm_engine
-    times: list[Times] = []
     sampling = SamplingParams(temperature=0, max_tokens=new_tokens + 1, ignore_eos=True, detokenize=False)
     for number, prompt in enumerate(prompts):
-        engine.add_request(f"{time.monotonic_ns()}-{number}", {"prompt_token_ids": prompt}, sampling)
-    while engine.has_unfinished_requests():
-        before = Times.now()
-        engine.step()
-        after = Times.now()
-        times.append(Times(after.wall - before.wall, after.cpu - before.cpu))
-    return times
+        llm.llm_engine.add_request(f"{time.monotonic_ns()}-{number}", {"prompt_token_ids": prompt}, sampling)
 
 
 def store_times(name: str, heads: int, channels: int) -> tuple[float, float]:
