@@ -6,11 +6,11 @@
 Engines of all dtypes live in one process and take turns, so that what else the machine does falls on all alike: each
 has a prompt in a round, then TURNS times TURN_STEPS decode steps, of which the first finds the caches as another engine
 left them, and is not counted. Figures are milliseconds of a step, and prompt tokens a second, each with its ratio to
-bf16 (`auto`), the median of the turns' ratios, and beside them the CPU time of all threads (`cpu_ms`, `cpu_ratio`),
-which other work on a shared machine disturbs less. Shapes: requests x
-tokens; `512 behind 4096`, where no shapes are named, is a prompt of 4,608 tokens of which the prefix cache has 4,096.
-`--8b` adds steps of four layers of the 8B shape with dummy weights, whose contexts are filled as bench_engine.py says.
-`store` is one layer's K and V of 2,048 tokens, one thread on both sides.
+bf16 (`auto`), the median of the ratios of turns (of steps) or rounds (of prompts), and beside them the CPU time of all
+threads (`cpu_ms`, `cpu_ratio`), which other work on a shared machine disturbs less. Shapes: requests x tokens, in all
+up to CONTEXT; `512 behind 4096`, where no shapes are named, is a prompt of 4,608 tokens of which the prefix cache has
+4,096. `--8b` adds steps of four layers of the 8B shape with dummy weights, whose contexts are filled as bench_engine.py
+says. `store` is one layer's K and V of 2,048 tokens, one thread on both sides.
 """
 
 from __future__ import annotations
@@ -73,6 +73,15 @@ def parser() -> argparse.ArgumentParser:
     return made
 
 
+def shapes_of(options: argparse.Namespace) -> list[tuple[int, int]]:
+    """Requests and tokens of each shape. Raises ValueError if a step cannot hold the prompts."""
+    shapes = [(int(requests), int(tokens)) for requests, tokens in (text.split(",") for text in options.shapes or ())]
+    for requests, tokens in shapes:
+        if requests * tokens > CONTEXT:
+            raise ValueError(f"--shapes {requests},{tokens}: a step holds {CONTEXT} tokens of prompts; name fewer")
+    return shapes or list(SHAPES)
+
+
 def put(
     options: argparse.Namespace,
     name: str,
@@ -112,7 +121,7 @@ class Times(NamedTuple):
 def bench_engines(options: argparse.Namespace) -> None:
     """Steps and prompts of all dtypes, in turns."""
     engines = {name: start(options, name) for name in (BASELINE, *options.dtypes)}
-    for requests, tokens in [tuple(map(int, shape.split(","))) for shape in options.shapes or ()] or SHAPES:
+    for requests, tokens in shapes_of(options):
         steps: dict[str, list[Times]] = {name: [] for name in engines}
         prompts: dict[str, list[Times]] = {name: [] for name in engines}
         for round_ in range(options.rounds + 1):  # the first one warms up
@@ -164,14 +173,15 @@ def bench_8b(options: argparse.Namespace) -> None:
             for _ in range(options.rounds):
                 for name, engine in engines.items():
                     steps[name].append(statistics.median(engine.decode_steps(requests, context, STEPS_8B)))
-            median = {name: statistics.median(times) for name, times in steps.items()}
-            for name, time_ in median.items():
+            for name, times in steps.items():
                 what = f"decode step, 8B's 4 layers, {requests} x {context}"
-                put(options, name, what, {"ms": f"{time_ * 1e3:.1f}"}, time_ / median[BASELINE])
+                ratio = statistics.median(a / b for a, b in zip(times, steps[BASELINE], strict=True))
+                put(options, name, what, {"ms": f"{statistics.median(times) * 1e3:.1f}"}, ratio)
 
 
 def report(options: argparse.Namespace, what: str, seconds: dict[str, list[Times]], tokens: int | None = None) -> None:
-    """Print milliseconds of a step, or tokens a second of prompts of `tokens` tokens, and their ratio to bf16's."""
+    """Print milliseconds of a step, or tokens a second of prompts of `tokens` tokens, and the median of their ratios to
+    bf16's. `seconds`: of all engines in the same turns."""
     for name, times in seconds.items():
         (wall, cpu), base = Times.median(times), seconds[BASELINE]
         ratio = Times.median([Times(a.wall / b.wall, a.cpu / b.cpu) for a, b in zip(times, base, strict=True)])

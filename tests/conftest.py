@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-import torch
 from checkout import DEMO_MODEL
 from quick import LIST, Quick
 
@@ -41,10 +40,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before -k leaves tests out
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    import torch  # which reads OMP_NUM_THREADS
+
     quick = Quick(LIST.read_text())
-    are_all_here = not any("::" in argument for argument in config.args)
-    are_all_here &= not torch.cuda.is_available()  # on a GPU some tests have other ids
-    if are_all_here and (stale := quick.stale(item.nodeid for item in items)):
+    are_whole_files = not any("::" in argument for argument in config.args)
+    has_ids_of_a_cpu = not torch.cuda.is_available()
+    if are_whole_files and has_ids_of_a_cpu and (stale := quick.stale(item.nodeid for item in items)):
         raise pytest.UsageError(f"tests/{LIST.name} has what is no test:\n" + "\n".join(stale))
     if config.option.quick:
         left_out = [item for item in items if not quick.runs(item.nodeid)]

@@ -9,6 +9,7 @@ import pytest
 import torch
 from packed_kv.attention import metadata as metadata_module
 from packed_kv.attention import mixed
+from packed_kv.attention.limits import limits_of
 from packed_kv.attention.metadata import PackedMetadata, PackedMetadataBuilder
 from packed_kv.attention.mixed import mixed_shapes, most_passes
 from packed_kv.attention.passes import PassLimits
@@ -20,7 +21,7 @@ def engine(monkeypatch: pytest.MonkeyPatch, layers: list[Any] | None = None, **c
     monkeypatch.setattr(mixed, "_attention_layers", lambda _config: found)
     given: dict[str, Any] = {
         "tokens": 2048, "requests": 256, "largest": 512, "lora": None, "speculative": None, "stages": 1,
-        "options": {},
+        "options": {}, "is_eager": False,
     } | changes  # fmt: skip
     return SimpleNamespace(
         scheduler_config=SimpleNamespace(max_num_batched_tokens=given["tokens"], max_num_seqs=given["requests"]),
@@ -28,6 +29,7 @@ def engine(monkeypatch: pytest.MonkeyPatch, layers: list[Any] | None = None, **c
         cache_config=SimpleNamespace(cache_dtype="tq4"),
         parallel_config=SimpleNamespace(pipeline_parallel_size=given["stages"]),
         lora_config=given["lora"], speculative_config=given["speculative"],
+        model_config=SimpleNamespace(attention_chunk_size=None, enforce_eager=given["is_eager"]),
         additional_config={"packed_kv": given["options"]},
     )  # fmt: skip
 
@@ -55,8 +57,7 @@ def drafts(method: str, tokens: int) -> Any:
 def test_layers_of_other_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     """They have graphs, of as many passes and rows as all layers serve."""
     few = PassLimits(each=0, total=40, tokens=16, rows=400)
-    window = layer(limits=few)
-    shapes, reason = mixed_shapes(engine(monkeypatch, layers=[layer(), window]))
+    shapes, reason = mixed_shapes(engine(monkeypatch, layers=[layer(), layer(limits=few)]))
     assert not reason and max(tokens for tokens, _ in shapes) == 384
     assert max(most_passes(tokens, requests, 1, 16) for tokens, requests in shapes) == 40
 
@@ -88,6 +89,24 @@ def test_limits(changes: dict[str, Any], most: tuple[int, int], monkeypatch: pyt
     assert max(tokens for tokens, _ in shapes) == most[0] and max(requests for _, requests in shapes) == most[1]
     if "speculative" in changes:
         assert min(shapes)[0] == 64, "more than a decode with its drafts"
+
+
+@pytest.mark.parametrize(
+    ("changes", "wanted"),
+    [
+        ({}, True),
+        ({"speculative": drafts("ngram", 3)}, True),
+        ({"is_eager": True}, False),
+        ({"options": {"mixed_graphs": False}}, False),
+        ({"lora": object()}, False),
+        ({"speculative": drafts("eagle3", 3)}, False),
+        ({"stages": 2}, False),
+    ],
+    ids=str,
+)
+def test_layers_prepare_for_graphs(changes: dict[str, Any], wanted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels that only graphs launch are compiled, and their memory is taken, only where an engine can have graphs."""
+    assert limits_of(engine(monkeypatch, **changes)).mixed_graphs is wanted
 
 
 @pytest.mark.parametrize(

@@ -52,7 +52,7 @@ def rounds_that_differ(
     (one_by_one or run)()
     torch.cuda.synchronize()
     expected = [x.clone() for x in outputs]
-    assert not any(x.isnan().any() for x in expected)
+    assert all((x.isfinite() | x.isneginf()).all() for x in expected)  # a log-sum-exp of no keys is -inf
     stream, source = torch.cuda.Stream(), torch.empty(1 << 27, dtype=torch.uint8, device="cuda")
     target, graph = torch.empty_like(source), torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

@@ -107,7 +107,8 @@ def test_several_passes(name: str) -> None:
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_passes_over_prefixes(name: str, head_dim: int) -> None:
-    """Tables of fewer passes than the card holds blocks, and of more."""
+    """Tables of fewer passes than the card holds blocks, and of more; of the launches of several layers the last is
+    compared."""
     from prefixes import THIRDS, Case
 
     torch.manual_seed(head_dim)

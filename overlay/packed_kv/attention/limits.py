@@ -17,10 +17,14 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 
+DRAFTERS = ("ngram", "ngram_gpu", "suffix")
+"""Methods of drafting without layers."""
+
+
 class Limits(NamedTuple):
     """The largest step that a decode kernel has to serve: query tokens of a request, drafts included; requests; and
     tokens of a batch with prompts, whose prefixes the kernel may read (0: it reads none). `mixed_graphs`: whether
-    steps with prompts may be whole CUDA graphs."""
+    steps with prompts are whole CUDA graphs if all layers serve them."""
 
     longest_decode: int
     max_requests: int
@@ -33,8 +37,22 @@ def limits_of(vllm_config: VllmConfig) -> Limits:
     scheduler = vllm_config.scheduler_config
     # vLLM makes two requests of a decode whose drafts begin a chunk.
     requests = scheduler.max_num_seqs * (2 if vllm_config.model_config.attention_chunk_size else 1)
-    mixed_graphs = read_options(vllm_config.additional_config).mixed_graphs
+    mixed_graphs = not (vllm_config.model_config.enforce_eager or lacks_mixed_graphs(vllm_config))
     return Limits(longest_decode(vllm_config), requests, scheduler.max_num_batched_tokens, mixed_graphs)
+
+
+def lacks_mixed_graphs(config: VllmConfig) -> str:
+    """Return why no step with prompts of such an engine is a whole CUDA graph, whatever its layers, or ""."""
+    speculative = config.speculative_config
+    if not read_options(config.additional_config).mixed_graphs:
+        return "packed_kv.mixed_graphs is false"
+    if config.lora_config is not None:
+        return "an engine with LoRA would have them once for each number of adapters"
+    if speculative is not None and speculative.method not in DRAFTERS:
+        return f"layers of drafts ({speculative.method}) run outside of graphs with the steps' metadata"
+    if config.parallel_config.pipeline_parallel_size > 1:
+        return "stages of a pipeline would have to agree on the graphs"
+    return ""
 
 
 def longest_decode(vllm_config: VllmConfig) -> int:

@@ -9,8 +9,7 @@ from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 
 from ..formats import FORMATS
 from ..kernels.cuda import LARGE_HEAD
-from ..settings.options import read_options
-from .limits import longest_decode
+from .limits import lacks_mixed_graphs, longest_decode
 from .passes import GRAPH_TOKENS
 
 if TYPE_CHECKING:
@@ -24,8 +23,6 @@ TOKENS = (32, 64, 96, 128, 160, 192, 256, 320, 384, 512, 576, 640, 768, GRAPH_TO
 REQUESTS = (16, 72, 256)
 """Requests of a graph, by its number of tokens: grids have a block for each request and KV head, needed or not."""
 NO_READER = "no kernel reads the prefixes of all layers in the pages"
-DRAFTERS = ("ngram", "ngram_gpu", "suffix")
-"""Methods of drafting without layers."""
 
 
 def most_passes(tokens: int, requests: int, longest: int, pass_tokens: int) -> int:
@@ -65,15 +62,8 @@ def _limits(layers: list[Any]) -> PassLimits:
 
 def _lacks(config: VllmConfig, layers: list[Any]) -> str:
     """Return why no step with prompts can be a whole graph, or ""."""
-    speculative = config.speculative_config
-    if not read_options(config.additional_config).mixed_graphs:
-        return "packed_kv.mixed_graphs is false"
-    if config.lora_config is not None:
-        return "an engine with LoRA would have them once for each number of adapters"
-    if speculative is not None and speculative.method not in DRAFTERS:
-        return f"layers of drafts ({speculative.method}) run outside of graphs with the steps' metadata"
-    if config.parallel_config.pipeline_parallel_size > 1:
-        return "stages of a pipeline would have to agree on the graphs"
+    if lacking := lacks_mixed_graphs(config):
+        return lacking
     if len(layers) < sum(hasattr(layer, "impl") for layer in _attention_layers(config)):
         return "attention of some layers is not packed"
     kernels = [layer.attention.kernels for layer in layers if layer.attention is not None]

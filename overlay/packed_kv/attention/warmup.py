@@ -109,8 +109,8 @@ class PairWarmup:
         store.write(store.prepare(NewTokens(positions, positions)), pages, key[:tokens], value[:tokens])
         output = query.new_empty((*query.shape[:2], kernels.codec.value.head_dim))
         batch = Batch(query, key, value, pages, self._one_request(tokens, new_tokens), output)
-        limits, ring = self.decode.pass_limits, None
-        batch.metadata.steps.get(StepKey("passes", limits), lambda: None)  # the prefix is gathered
+        passes, ring = self.decode.pass_limits, None
+        batch.metadata.steps.get(StepKey("passes", passes), lambda: None)  # the prefix is gathered
         self.attention.forward(batch)
         if self.window_layer is not None and prefill is not None:
             ring = self._ring(tokens, self.window_layer)
@@ -120,8 +120,8 @@ class PairWarmup:
                 store.write(step, pages, key[rows], value[rows], ring.cache)
             prefill.attend(batch, 0, ring)
             self.window_layer.fill_slots_of_one_request(ring)
-        if limits is not None and prefill is not None and query.dtype != torch.float32:
-            if limits.each:
+        if passes is not None and prefill is not None and query.dtype != torch.float32:
+            if passes.each:
                 self._passes(batch, new_tokens, ring)
             if self.limits.mixed_graphs and not layer_lacks(kernels):
                 self._graph(batch, ring)

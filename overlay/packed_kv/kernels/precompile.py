@@ -1,6 +1,6 @@
 """Compile kernels ahead of the steps that launch them, side by side, while vLLM goes on.
 
-A layer has about fifteen kernels and variants. Compiled one after the other, each where it is first launched, they take
+A layer has some twenty kernels and variants. Compiled one after the other, each where it is first launched, they take
 longer than all the rest of an engine's start. So the layer's launches are first noted and not run (`Precompiler`), and
 several threads compile their kernels: most of a compilation is C++, which holds no lock of Python's. Meanwhile vLLM
 compiles kernels of its own. A launch waits for its variant (`wait_for`), and the engine waits for all variants

@@ -62,9 +62,10 @@ def test_stored_bytes_equal_the_codecs(name: str, rope_bits: int, size: tuple[in
     slots = torch.randperm(8, generator=torch.Generator().manual_seed(1))[torch.arange(77) // 16] * 16
     slots += torch.arange(77) % 16
     slots[[9, 40]] = -1
+    slots[76] = 8 * 16 + 5  # alone in its micro-block
     ring_slots = torch.randperm(96, generator=torch.Generator().manual_seed(2))[:60].to(torch.int32)
     ring_slots[::7] = -1
-    caches = [torch.full((4, 2, 32, codec.slot_bytes), 0xFF, dtype=torch.uint8)[:, 1] for _ in range(2)]
+    caches = [torch.full((5, 2, 32, codec.slot_bytes), 0xFF, dtype=torch.uint8)[:, 1] for _ in range(2)]
     rings = [torch.full((24, 2, 4, codec.ring_slot_bytes), 0xFF, dtype=torch.uint8)[:, :1] for _ in range(2)]
     codec.write(caches[0], slots, new, rope)
     codec.write_ring(rings[0], ring_slots, new[:60], rope[:60])

@@ -160,7 +160,7 @@ def test_decode(options) -> None:
 
 @pytest.mark.parametrize("seed", range(6))
 def test_plan_equals_the_reference(seed: int) -> None:
-    """Chunks, decodes, drafts, hits and padding."""
+    """Chunks, decodes, drafts, hits, padding, and a chunk of whose own tokens no block has the newest."""
     generator = torch.Generator().manual_seed(seed)
     window, block_size, drafts = (16, 64, 33)[seed % 3], (1, 4, 8)[seed % 3], (0, 3)[seed % 2]
 
@@ -171,7 +171,9 @@ def test_plan_equals_the_reference(seed: int) -> None:
     requests = [(n, draw(0, n) if i % 2 else 0) for i, n in enumerate(lens)]
     counts = [draw(1, n - hit + 1) if i > 3 else min(n - hit, 1 + draw(0, drafts + 1)) for i, (n, hit) in
               enumerate(requests)]  # fmt: skip
+    lens[7], requests[7], counts[7] = 90, (90, 0), drafts + 2
     table, _, ring_blocks = ring_of(requests, window, block_size, 1, 32, drafts)
+    table[7, 89 // block_size] = 0
     start = torch.tensor([0, *counts]).cumsum(0).to(torch.int32).to(DEVICE)
     seq_lens = torch.tensor(lens, dtype=torch.int32, device=DEVICE)
     sizes = dict(block_size=block_size, ring_blocks=ring_blocks, window=window, longest_decode=1 + drafts)

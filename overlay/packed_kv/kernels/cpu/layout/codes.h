@@ -272,8 +272,9 @@ constexpr Control make_scale_control(int vector, int group, int n0, bool only) {
 }
 
 #ifdef HAS_VBMI
-// All scale bytes of a vector fit a register: a look-up takes a group's. (Lanes of less than 16 bytes, loaded from a copy
-// of the plane, would wait for its stores: on an Intel Xeon attention over heads of 64 takes 7 % longer so.)
+// All scale bytes of a vector fit a register, and one look-up takes a group's. Lanes of less than 16 bytes, as heads of 64
+// channels have, were loaded from a copy of the plane before, and waited for its stores: `tq4` took 7 % longer (8 x 1024,
+// 3 KV heads of 3 query heads, one thread of an Intel Xeon with AMX).
 constexpr bool IS_SHORT_PLANE = 4 * LANE_SCALES <= 64;
 constexpr Control make_plane_control(int role, int group) {
   Control control = {};
