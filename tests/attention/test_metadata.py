@@ -89,7 +89,7 @@ def is_captured(layers, drafts, capability, kernel, monkeypatch, requests=256):
     speculative = SimpleNamespace(parallel_drafting=False, num_speculative_tokens=drafts) if drafts else None
     config = SimpleNamespace(
         compilation_config=SimpleNamespace(static_forward_context=named),
-        model_config=SimpleNamespace(dtype=torch.bfloat16, attention_chunk_size=None),
+        model_config=SimpleNamespace(dtype=torch.bfloat16, attention_chunk_size=None, enforce_eager=True),
         scheduler_config=SimpleNamespace(max_num_seqs=requests, max_num_batched_tokens=8192),
         parallel_config=SimpleNamespace(decode_context_parallel_size=1),
         speculative_config=speculative,
@@ -161,7 +161,7 @@ def test_most_query_tokens_of_decodes(drafts: int | None, is_parallel: bool, bat
     """Those of all requests with their drafts, of which parallel drafting has twice as many, if a batch holds them."""
     speculative = drafts and SimpleNamespace(num_speculative_tokens=drafts, parallel_drafting=is_parallel)
     scheduler = SimpleNamespace(max_num_seqs=8, max_num_batched_tokens=batched)
-    model = SimpleNamespace(attention_chunk_size=None, dtype=torch.bfloat16, max_model_len=100)
+    model = SimpleNamespace(attention_chunk_size=None, dtype=torch.bfloat16, max_model_len=100, enforce_eager=True)
     compilation = SimpleNamespace(static_forward_context={})
     config: Any = SimpleNamespace(
         speculative_config=speculative, scheduler_config=scheduler, model_config=model, compilation_config=compilation,

@@ -24,6 +24,7 @@ def config(
         model_config=SimpleNamespace(
             dtype=dtype,
             attention_chunk_size=None,
+            enforce_eager=True,
             use_mla=use_mla,
             served_model_name=name,
             get_num_attention_heads=lambda _parallel: heads,

@@ -275,6 +275,7 @@ def settings(connector: KVTransferConfig | None) -> SimpleNamespace:
             use_mla=False,
             is_hybrid=False,
             attention_chunk_size=None,
+            enforce_eager=True,
             runner_type="generate",
             hf_config=SimpleNamespace(),
             hf_text_config=SimpleNamespace(),

@@ -257,9 +257,11 @@ constexpr int LANE_SCALES = 4 * GROUPS;
 constexpr int scale_byte(int role, int group, int word) {  // word = 2 * n3 + n0
   return scale_at(role, group, (word >> 1) * 8 + (word & 1));
 }
+// A shorter lane is read with what lies before it: codes, or K's scales. (From a copy of the plane, as before, a lane's load
+// waits for the stores: `tq4` took 7 % longer; 8 x 1024, 3 KV heads of 3 query heads, one thread of an Intel Xeon.)
 constexpr int window_of(int vector, int group, int n0) {
   int first = scale_byte(vector, group, n0), latest = LANE_SCALES - 16;
-  return first < latest || latest < 0 ? (latest < 0 ? 0 : first) : latest;
+  return first < latest ? first : latest;
 }
 constexpr Control make_scale_control(int vector, int group, int n0, bool only) {
   Control control = {};
@@ -271,44 +273,9 @@ constexpr Control make_scale_control(int vector, int group, int n0, bool only) {
   return control;
 }
 
-#ifdef HAS_VBMI
-// All scale bytes of a vector fit a register, and one look-up takes a group's. Lanes of less than 16 bytes, as heads of 64
-// channels have, were loaded from a copy of the plane before, and waited for its stores: `tq4` took 7 % longer (8 x 1024,
-// 3 KV heads of 3 query heads, one thread of an Intel Xeon with AMX).
-constexpr bool IS_SHORT_PLANE = 4 * LANE_SCALES <= 64;
-constexpr Control make_plane_control(int role, int group) {
-  Control control = {};
-  for (int i = 0; i < 64; i++)
-    control.at[i] = (i & 3) == 2 ? (i >> 4) * LANE_SCALES + scale_byte(role, group, i >> 2 & 3) : 0;
-  return control;
-}
-template <int ROLE> INLINE void read_short_plane(const uint8_t* plane, float* to) {
-  constexpr int unused = IS_SHORT_PLANE ? 64 - 4 * LANE_SCALES : 0;
-  Bytes bytes = _mm512_maskz_loadu_epi8(~0ull >> unused, plane);
-  unrolled<GROUPS>([&](auto group) {
-    constexpr int G = group.value;
-    static constexpr Control control = make_plane_control(ROLE, G);
-    constexpr Code code = CODES[GROUP_TABLE[ROLE][G].code];
-    Bytes of_group = _mm512_maskz_permutexvar_epi8(0x4444444444444444ull, load(control.at), bytes);
-    store_floats(to + G * MICRO_BLOCK, decode_scales(of_group, code.unit * (ROLE == 1 ? code.gain : 1)));
-  });
-}
-#endif
-
 // Scales of a micro-block's vector, times the unit of their codes (and V's gain), as fp32 [group][16 tokens].
 INLINE void read_scales(const uint8_t* micro_block, int role, float* to) {
-#ifdef HAS_VBMI
-  if constexpr (IS_SHORT_PLANE) {
-    if (role == 0) return read_short_plane<0>(micro_block + SCALES_AT[0], to);
-    return read_short_plane<ROLES - 1>(micro_block + SCALES_AT[ROLES - 1], to);
-  }
-#endif
-  alignas(64) uint8_t copy[64 + LANE_SCALES * 4];
   const uint8_t* plane = micro_block + SCALES_AT[role];
-  if (LANE_SCALES < 16) {  // a lane's 16 bytes reach beyond the page
-    memcpy(copy, plane, 4 * LANE_SCALES);
-    plane = copy;
-  }
   auto read = [&](auto vector) {
     unrolled<GROUPS>([&](auto group) {
       constexpr int V = vector.value, G = group.value;
