@@ -186,8 +186,8 @@ class PairAttention:
         return decode.attend_prefixes(step.decode, batch.cache, ring)
 
     def prepare_graph(self, batch: Batch, ring: Ring | None, slots: torch.Tensor | None) -> GraphStep:
-        """Return the launches of a step that a CUDA graph holds, and launch the kernel that fills their tables. `ring`,
-        `slots`: of the window, if there is one: int32 [tokens or more]."""
+        """Return the launches of a step that a CUDA graph holds, and launch the kernel that fills their tables. `ring`
+        and `slots`, int32 [tokens or more]: of the window, if there is one."""
         from ..kernels.triton.mixed_plan import MixedTables, plan_mixed
 
         metadata, decode, store = batch.metadata, self.kernels.decode, self.kernels.store.kernel

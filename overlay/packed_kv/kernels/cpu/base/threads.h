@@ -9,8 +9,7 @@ typedef void (*Work)(void*);
 // work by an atomic counter, so any number of threads does all of it.
 static inline void run_on_threads(Work work, void* data, int threads) {
   typedef void (*Parallel)(Work, void*, unsigned, unsigned);
-  // A search of all libraries in each call took 3 % of a step (SmolLM2-135M, 8 x 1000, two threads of an Intel Xeon).
-  static Parallel known;
+  static Parallel known;  // it is looked for in all libraries, which a small model's step would notice in each call
   if (threads > 1) {
     Parallel parallel = __atomic_load_n(&known, __ATOMIC_RELAXED);
     if (!parallel) {

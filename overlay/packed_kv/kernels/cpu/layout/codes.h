@@ -257,8 +257,7 @@ constexpr int LANE_SCALES = 4 * GROUPS;
 constexpr int scale_byte(int role, int group, int word) {  // word = 2 * n3 + n0
   return scale_at(role, group, (word >> 1) * 8 + (word & 1));
 }
-// A shorter lane is read with what lies before it: codes, or K's scales. (From a copy of the plane, as before, a lane's load
-// waits for the stores: `tq4` took 7 % longer; 8 x 1024, 3 KV heads of 3 query heads, one thread of an Intel Xeon.)
+// A shorter lane is read with what lies before it, codes or K's scales: its load from a copy would wait for stores.
 constexpr int window_of(int vector, int group, int n0) {
   int first = scale_byte(vector, group, n0), latest = LANE_SCALES - 16;
   return first < latest ? first : latest;

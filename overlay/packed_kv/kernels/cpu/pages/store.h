@@ -77,7 +77,7 @@ static void pack(uint8_t* to, const Plane* planes, bool is_one, const uint8_t (*
   }
 }
 
-// As `pack`, of one token: codes of channel c are at codes[c][row].
+// As `pack`, of one token, as a step of decodes stores them: codes of channel c are at codes[c][row].
 static void pack_one(uint8_t* to, const Plane* planes, bool is_one, const uint8_t (*codes)[WIDE], int row, int token) {
   uint32_t words[MOST_SLOTS] = {};
   for (int p = 0; p < 2; p++) {
