@@ -11,8 +11,8 @@ from packed_kv.attention import metadata as metadata_module
 from packed_kv.attention import mixed
 from packed_kv.attention.limits import limits_of
 from packed_kv.attention.metadata import PackedMetadata, PackedMetadataBuilder
-from packed_kv.attention.mixed import mixed_shapes, most_passes
-from packed_kv.attention.passes import PassLimits
+from packed_kv.attention.mixed import mixed_shapes
+from packed_kv.attention.passes import PassLimits, most_passes
 
 
 def engine(monkeypatch: pytest.MonkeyPatch, layers: list[Any] | None = None, **changes: Any) -> Any:

@@ -12,8 +12,7 @@ from ..reference.attention import AttentionOptions, RecentVectors, attend
 from ..reference.context_shard import UNSHARDED, ContextShard
 from ..window.step import WindowStep
 from .metadata import Batch, PackedMetadata
-from .mixed import most_passes
-from .passes import OverPrefixes, PrefixPasses, plan_passes, prefix_passes
+from .passes import OverPrefixes, PrefixPasses, most_passes, plan_passes, prefix_passes
 from .protocols import DecodeBatch, DecodeKernel, NewTokens, PrefillKernel, PrefixBatch
 from .step import StepKey
 from .store import PairStore

@@ -10,12 +10,11 @@ from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from ..formats import FORMATS
 from ..kernels.cuda import LARGE_HEAD
 from .limits import lacks_mixed_graphs, longest_decode
-from .passes import GRAPH_TOKENS
+from .passes import GRAPH_TOKENS, most_passes
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-    from .layer import PairKernels
     from .passes import PassLimits
 
 TOKENS = (32, 64, 96, 128, 160, 192, 256, 320, 384, 512, 576, 640, 768, GRAPH_TOKENS)
@@ -23,13 +22,6 @@ TOKENS = (32, 64, 96, 128, 160, 192, 256, 320, 384, 512, 576, 640, 768, GRAPH_TO
 REQUESTS = (16, 72, 256)
 """Requests of a graph, by its number of tokens: grids have a block for each request and KV head, needed or not."""
 NO_READER = "no kernel reads the prefixes of all layers in the pages"
-
-
-def most_passes(tokens: int, requests: int, longest: int, pass_tokens: int) -> int:
-    """Return the most passes over prefixes of a batch with up to this many tokens and requests. Decodes have up to
-    `longest` tokens. The last pass of each chunk may have a single row."""
-    chunks = min(requests, tokens // (longest + 1))
-    return (tokens + chunks * (pass_tokens - 1)) // pass_tokens
 
 
 def mixed_shapes(config: VllmConfig) -> tuple[list[tuple[int, int]], str]:
@@ -75,8 +67,8 @@ def _lacks(config: VllmConfig, layers: list[Any]) -> str:
     return "layers share caches" if any(layer.kv_sharing_target_layer_name is not None for layer in layers) else ""
 
 
-def layer_lacks(kernels: PairKernels) -> str:
-    """Return why a layer's steps with prompts are not part of whole graphs, or ""."""
+def layer_lacks(kernels: Any) -> str:
+    """Return why a layer's steps with prompts are not part of whole graphs, or "". kernels: its `PairKernels`."""
     if kernels.decode is None or kernels.decode.pass_limits is None:
         return NO_READER
     if kernels.codec.key.head_dim == LARGE_HEAD:

@@ -73,6 +73,13 @@ class OverPrefixes(NamedTuple):
     lse: torch.Tensor
 
 
+def most_passes(tokens: int, requests: int, longest: int, pass_tokens: int) -> int:
+    """Return the most passes over prefixes of a batch with up to this many tokens and requests. Decodes have up to
+    `longest` tokens. The last pass of each chunk may have a single row."""
+    chunks = min(requests, tokens // (longest + 1))
+    return (tokens + chunks * (pass_tokens - 1)) // pass_tokens
+
+
 def plan_passes(
     query_starts: Sequence[int], context: Sequence[int], first: int, limits: PassLimits
 ) -> list[PrefixPass]:

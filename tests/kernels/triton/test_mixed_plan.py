@@ -6,7 +6,7 @@ import random
 
 import pytest
 import torch
-from packed_kv.attention.mixed import most_passes
+from packed_kv.attention.passes import most_passes
 from packed_kv.kernels.triton.combine import BEHIND, DECODE, NEW, PADDING
 from packed_kv.kernels.triton.mixed_plan import MixedTables, plan_in_pytorch, plan_mixed
 from test_decode import DEVICE

@@ -142,7 +142,7 @@ def plan_mixed(
     """Fill the tables in one launch.
 
     Args:
-        tables: of `MixedTables.empty`, with as many passes as such a batch can have (`attention.mixed.most_passes`).
+        tables: of `MixedTables.empty`, with as many passes as such a batch can have (`attention.passes.most_passes`).
         query_start: int32 [requests + 1], first row of each request. Rows behind the last request's are padding.
         seq_lens: int32 [requests], tokens in the cache, the batch's included; 0 of padding.
         slots: int32 [tokens], in the rings (`window/slots.py`), or None.
