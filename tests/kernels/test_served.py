@@ -119,7 +119,7 @@ def take_kernel(
         is_cuda=lambda: engine.platform == "cuda", get_device_capability=lambda: engine.capability
     )
     monkeypatch.setattr(limits, "current_platform", platform)
-    drafts = SimpleNamespace(parallel_drafting=False, num_speculative_tokens=engine.longest_decode - 1)
+    drafts = SimpleNamespace(method="ngram", parallel_drafting=False, num_speculative_tokens=engine.longest_decode - 1)
     monkeypatch.setattr(config, "speculative_config", drafts)
     monkeypatch.setattr(config.scheduler_config, "max_num_seqs", engine.requests)
     monkeypatch.setattr(config.model_config, "dtype", torch.float32 if engine.is_fp32 else torch.bfloat16)
