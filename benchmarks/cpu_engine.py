@@ -120,19 +120,23 @@ class Times(NamedTuple):
 
 def bench_engines(options: argparse.Namespace) -> None:
     """Steps and prompts of all dtypes, in turns."""
+    shapes = shapes_of(options)
     engines = {name: start(options, name) for name in (BASELINE, *options.dtypes)}
-    for requests, tokens in shapes_of(options):
+    for requests, tokens in shapes:
         steps: dict[str, list[Times]] = {name: [] for name in engines}
         prompts: dict[str, list[Times]] = {name: [] for name in engines}
         for round_ in range(options.rounds + 1):  # the first one warms up
             for name, llm in engines.items():
                 llm.reset_prefix_cache()
                 add_requests(llm, prompts_of(requests, tokens, round_), TURNS * TURN_STEPS)
-                prompts[name] += [step(llm)] * bool(round_)
+                first = step(llm)
+                if round_:
+                    prompts[name].append(first)
             for _ in range(TURNS):
                 for name, llm in engines.items():
                     times = [step(llm) for _ in range(TURN_STEPS)]
-                    steps[name] += [Times.median(times[1:])] * bool(round_)
+                    if round_:
+                        steps[name].append(Times.median(times[1:]))
             assert not any(llm.llm_engine.has_unfinished_requests() for llm in engines.values())
         shape = f"{requests} x {tokens}"
         report(options, f"decode step, {shape}", steps)
@@ -146,7 +150,8 @@ def bench_engines(options: argparse.Namespace) -> None:
             (prompt,) = prompts_of(1, PREFIX + CHUNK, round_)
             run(llm, [prompt[:PREFIX]], 1)
             first = run(llm, [prompt], 1)[0]
-            later[name] += [first] * bool(round_)
+            if round_:
+                later[name].append(first)
     report(options, f"prompt, {CHUNK} behind {PREFIX}", later, CHUNK)
 
 

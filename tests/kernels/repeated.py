@@ -42,17 +42,21 @@ def repeat_launches(launch: Callable[..., None]) -> Callable[..., None]:
 
 def rounds_that_differ(
     run: Callable[[], None], outputs: list[torch.Tensor], repeats: int = REPEATS,
-    one_by_one: Callable[[], None] | None = None,
+    one_by_one: Callable[[], None] | None = None, lse: torch.Tensor | None = None,
 ) -> list[int]:  # fmt: skip
     """Return the replays of a graph of `run` after which outputs are not, bit by bit, those of the same launches
     outside of a graph: of `one_by_one`, which waits for each, if it is given.
 
     Beside every second replay a copy of 128 MB keeps memory busy. Outputs are overwritten with NaN before each.
+    `lse`: an output of log-sum-exps, which are -inf where a query sees no key.
     """
     (one_by_one or run)()
     torch.cuda.synchronize()
+    assert all(x.isfinite().all() for x in outputs)
+    if lse is not None:
+        assert (lse.isfinite() | lse.isneginf()).all()
+        outputs = [*outputs, lse]
     expected = [x.clone() for x in outputs]
-    assert all((x.isfinite() | x.isneginf()).all() for x in expected)  # a log-sum-exp of no keys is -inf
     stream, source = torch.cuda.Stream(), torch.empty(1 << 27, dtype=torch.uint8, device="cuda")
     target, graph = torch.empty_like(source), torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

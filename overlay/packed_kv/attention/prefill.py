@@ -180,7 +180,7 @@ class FlashPrefill(PrefillKernel["Batch"]):
         self.combine_in_graph(output, lse, over_prefixes)
 
     def combine_in_graph(self, output: torch.Tensor, lse: torch.Tensor, over_prefixes: OverPrefixes) -> None:
-        """Add attention over prefixes, and the sinks, to that of chunks over their own tokens; padding becomes 0.
+        """Add attention over prefixes, and the sinks, to chunks' attention over their own tokens; padding becomes 0.
 
         Args:
             output: [tokens, query heads, head_dim].
